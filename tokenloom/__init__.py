@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine_core.data.errors import EngineDeadError as EngineDeadError
     from .engine_core.data.errors import EnginePausedError as EnginePausedError
+    from .offline.async_llm import AsyncLLM as AsyncLLM
     from .offline.beam_search import BeamSearchOutput as BeamSearchOutput
     from .offline.beam_search import BeamSearchParams as BeamSearchParams
     from .offline.beam_search import BeamSearchSequence as BeamSearchSequence
+    from .offline.engine_args import EngineArgs as EngineArgs
     from .offline.llm import LLM as LLM
+    from .offline.llm_engine import LLMEngine as LLMEngine
     from .offline.lora_request import LoRARequest as LoRARequest
     from .offline.outputs import ClassificationOutput as ClassificationOutput
     from .offline.outputs import CompletionOutput as CompletionOutput
@@ -28,9 +31,12 @@ if TYPE_CHECKING:
     from .offline.sampling_params import SamplingParams as SamplingParams
     from .request.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from .request.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from .services.engine.records.stat_log import EngineStats as EngineStats
+    from .services.engine.records.stat_log import StatLogger as StatLogger
 
 __version__ = "0.1.0"
 _HOMES = {
+    "AsyncLLM": ".offline.async_llm",
     "BeamSearchOutput": ".offline.beam_search",
     "BeamSearchParams": ".offline.beam_search",
     "BeamSearchSequence": ".offline.beam_search",
@@ -38,9 +44,12 @@ _HOMES = {
     "CompletionOutput": ".offline.outputs",
     "LoRARequest": ".offline.lora_request",
     "EmbeddingOutput": ".offline.outputs",
+    "EngineArgs": ".offline.engine_args",
     "EngineDeadError": ".engine_core.data.errors",
     "EnginePausedError": ".engine_core.data.errors",
+    "EngineStats": ".services.engine.records.stat_log",
     "LLM": ".offline.llm",
+    "LLMEngine": ".offline.llm_engine",
     "Logprob": ".offline.outputs",
     "PoolingOutput": ".offline.outputs",
     "PoolingParams": ".offline.outputs",
@@ -50,18 +59,23 @@ _HOMES = {
     "RequestOutputKind": ".offline.outputs",
     "SamplingParams": ".offline.sampling_params",
     "ScoringOutput": ".offline.outputs",
+    "StatLogger": ".services.engine.records.stat_log",
     "StructuredOutputsParams": ".request.sampling_params",
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "ClassificationOutput",
     "CompletionOutput",
     "EmbeddingOutput",
+    "EngineArgs",
     "EngineDeadError",
     "EnginePausedError",
+    "EngineStats",
+    "LLMEngine",
     "LoRARequest",
     "Logprob",
     "PoolingOutput",
@@ -72,6 +86,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ScoringOutput",
+    "StatLogger",
     "StructuredOutputsParams",
     "__version__",
 ]

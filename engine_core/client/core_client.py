@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..core import EngineCore
@@ -52,6 +52,12 @@ class CoreClient(Protocol):
 
     def call_utility(self, method: str, *args: object) -> object:
         """Call one of the core's utilities. Raises ``UtilityError`` when it fails."""
+
+    def waker(self) -> Callable[[], None]:
+        """Return a function for any thread after which a :meth:`get_output` that waits returns without outputs."""
+
+    def kill(self) -> None:
+        """From any thread: kill a core in a process of its own, so that whoever waits for it waits no more."""
 
     def close(self) -> None:
         """End the core. Idempotent."""
@@ -98,8 +104,8 @@ class InprocClient:
         """
         if self._early:
             return self._early.popleft()
-        while self._core.is_compiling() and not self._core.has_work():
-            self._news.wait()
+        if self._core.is_compiling() and not self._core.has_work():
+            self._news.wait()  # for a grammar, or for a caller that has something else to do meanwhile
             self._news.clear()
         outputs = self._calls.step()
         if not outputs.outputs and not self._core.has_work():
@@ -117,6 +123,13 @@ class InprocClient:
         output = answers[0].utility_output
         assert output is not None
         return output.value()
+
+    def waker(self) -> Callable[[], None]:
+        """Return a function for any thread after which a :meth:`get_output` that waits returns without outputs."""
+        return self._news.set
+
+    def kill(self) -> None:
+        """Do nothing: the core is in this process."""
 
     def close(self) -> None:
         """End the core. Idempotent."""
@@ -149,6 +162,7 @@ class SyncMPClient:
         self._dead: EngineDeadError | None = None
         self._may_be_paused = False
         self._has_begun = False  # to send the message in hand
+        self._wakes: tuple[socket.socket, socket.socket] | None = None  # of :meth:`waker`: its end, and ours
         try:
             self.ready = self._process.start(config, self._arena.address)
         except BaseException:
@@ -191,6 +205,8 @@ class SyncMPClient:
             # The answer comes after the outputs of all steps before it.
             if not self._early and self._may_be_paused and not self.call_utility("has_work") and not self._early:
                 self.check_awake()
+            if self._is_woken():
+                return EngineCoreOutputs()
             outputs = self._early.popleft() if self._early else self._receive()
             if outputs.utility_output is None:  # otherwise the answer to a call that was interrupted
                 return outputs
@@ -203,12 +219,45 @@ class SyncMPClient:
             self._may_be_paused = bool(self._call("calls_to_run", ()))
         return answer
 
+    def waker(self) -> Callable[[], None]:
+        """Return a function for any thread after which a :meth:`get_output` that waits returns without outputs."""
+        if self._wakes is None:
+            self._wakes = socket.socketpair()
+            for end in self._wakes:
+                end.setblocking(False)
+        return self._wake
+
+    def kill(self) -> None:
+        """From any thread: kill the core's process, so that whoever waits for it waits no more."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the core. Idempotent."""
         self._dead = self._dead or EngineDeadError("the engine core was closed")
         self._process.stop(self._grace)
         self._connection.close()
         self._arena.close()
+        for end in self._wakes or ():
+            end.close()
+
+    def _wake(self) -> None:
+        assert self._wakes is not None
+        with contextlib.suppress(OSError):  # full: it is woken in any case; or closed
+            self._wakes[0].send(b"\0")
+
+    def _is_woken(self) -> bool:
+        """Wait for outputs or a wake. Returns whether it is a wake; without a waker at once, with False."""
+        if self._wakes is None or self._early or self._receiver.has_messages:
+            return False
+        self._check_alive()
+        poll = select.poll()
+        for each in (self._connection, self._wakes[1]):
+            poll.register(each, select.POLLIN)
+        if self._connection.fileno() in (ready := dict(poll.poll())):
+            return False
+        assert ready
+        self._wakes[1].recv(4096)
+        return True
 
     def _call(self, method: str, args: Sequence[object]) -> object:
         call_id = next(self._call_ids)

@@ -28,6 +28,7 @@ from .kv.kv_front import KVFront
 from .records.engine_settings import EngineSettings
 from .records.identity import Identity, make_fingerprint, weights_stamps
 from .records.load import LoadTracker
+from .records.stat_log import StatIntervals, StatLine
 from .running_engine import STOPPED, RunningEngine
 from .streams.engine_servicer import EngineServicer
 
@@ -108,6 +109,11 @@ async def _start(
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, administration))
+    if not settings.disable_log_stats:
+        line = StatLine(settings.instance_id.removeprefix("engine-"))
+        intervals = StatIntervals([line], settings.log_stats_interval, host.clock.seconds)
+        counted = core.metrics.generation_tokens
+        host.spawn(intervals.run(lambda: (core.metrics.stats, counted.value)), name="engine-stats")
     if isinstance(client, AsyncMPClient):
         host.spawn(CoreWatchdog(client).run(), name="engine-core-watch")
     if coordinator is not None:

@@ -7,7 +7,7 @@ from typer.main import get_command
 
 from tokenloom import LLM
 from tokenloom.cli.main import app
-from tokenloom.offline.engine_args import engine_config
+from tokenloom.offline.engine_args import EngineArgs, engine_config
 from tokenloom.reference.from_vllm import OTHER_METRICS, PERMITTED_ARGUMENTS, SAME_ARGUMENTS, SAME_FLAGS, SAME_METRICS
 from tokenloom.services.gateway.records.compat import FOREIGN_APIS
 
@@ -43,9 +43,10 @@ def test_arguments_of_the_offline_class_are_taken_or_named() -> None:
         "gpu_memory_utilization": 0.5,
         "kv_cache_memory_bytes": 1,
         "pooler_config": {},
+        "disable_log_stats": False,
     }
     for name in SAME_ARGUMENTS:
-        assert name in own or engine_config({name: values.get(name, "auto")}), name
+        assert name in own or EngineArgs("model", **{name: values.get(name, "auto")}), name
     for name in PERMITTED_ARGUMENTS:
         assert name not in own
         assert engine_config({name: True}) == engine_config({name: False}) == engine_config({})

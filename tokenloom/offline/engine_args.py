@@ -1,14 +1,75 @@
-"""The engine's options as keywords of ``LLM``."""
+"""What an engine in a program is made of: the arguments of ``LLM``, with the engine's options as keywords."""
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from tokenloom.engine_core.data.config import EngineConfig, StructuredOutputConfig
+from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.foreign_flags import answer_argument, is_foreign_argument
 from tokenloom.services.runtime.host.options import UnknownOption, build, options_of
 
 DEFAULTS = EngineConfig(structured_output=StructuredOutputConfig())
 _DTYPES = {"float": "float32", "half": "float16"}
+LOG_STATS_SECONDS = 10.0
+"""As vLLM's ``VLLM_LOG_STATS_INTERVAL``."""
+
+T = TypeVar("T")
+
+
+class EngineArgs:
+    """Holds the arguments of an engine in a program, which :class:`tokenloom.LLM` documents.
+
+    Attributes:
+        config: The engine's options.
+        engine_process: Whether the core has a process of its own; None: as the class that runs it does by default.
+        disable_log_stats: Whether no lines of statistics are logged; None: likewise.
+        log_stats_interval: Seconds from one such line to the next.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        seed: int | None = 0,
+        served_model_name: str | None = None,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        enable_prompt_embeds: bool = False,
+        chat_template: str | Path | None = None,
+        **engine: Any,
+    ) -> None:
+        """Raise ``TypeError`` for an unknown option, ``ValueError`` that names a wrong value."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.served_model_name = served_model_name
+        self.max_logprobs = max_logprobs
+        self.enable_prompt_embeds = enable_prompt_embeds
+        self.chat_template = chat_template
+        self.engine_process = _take(engine, "engine_process", bool)
+        self.disable_log_stats = _take(engine, "disable_log_stats", bool)
+        interval = _take(engine, "log_stats_interval", int, float)
+        if interval is not None and not interval > 0:
+            raise ValueError(f"log_stats_interval must be more than 0 seconds, not {interval!r}")
+        self.log_stats_interval = LOG_STATS_SECONDS if interval is None else float(interval)
+        self.config = engine_config(engine)
+
+    def by_default(self, *, engine_process: bool | None = None, disable_log_stats: bool | None = None) -> "EngineArgs":
+        """Return the same arguments with these in place of what is not given."""
+        args = copy.copy(self)
+        args.engine_process = engine_process if args.engine_process is None else args.engine_process
+        args.disable_log_stats = disable_log_stats if args.disable_log_stats is None else args.disable_log_stats
+        return args
+
+
+def _take(options: dict[str, Any], name: str, *types: type[T]) -> T | None:
+    """Take an option out of others; None: it is not given. Raises ``ValueError`` for one of another type."""
+    value = options.pop(name, None)
+    if value is not None and type(value) not in types:
+        raise ValueError(f"{name} must be of type {' or '.join(each.__name__ for each in types)}, not {value!r}")
+    return value
 
 
 def engine_config(keywords: Mapping[str, Any]) -> EngineConfig:

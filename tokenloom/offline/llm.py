@@ -1,28 +1,18 @@
 """The offline API: runs a model in this process, without services."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
-from tokenloom.model_files.model_path import resolve, served_name
-from tokenloom.request.chat_template import read_chat_template
-from tokenloom.request.errors import TokenloomError
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
-from tokenloom.services.engine.records.engine_settings import for_checkpoint
-from tokenloom.services.engine.records.grammar_config import reasoning_mode
-from tokenloom.services.engine.records.identity import media_limits, pooling_limits
-from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
-from .engine_args import engine_config
-from .lora_request import LoRARequests, OfflineLoras
-from .media import OfflineMedia
-from .offline_loop import OfflineLoop, check_failures, start_core
+from .engine_args import EngineArgs
+from .llm_engine import LLMEngine, as_value_error
+from .lora_request import LoRARequests
+from .offline_loop import check_failures
 from .offline_request import OfflineRequest
 from .outputs import (
     ClassificationOutput,
@@ -36,9 +26,8 @@ from .outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from .pooling import OfflinePooling, PoolingPrompts, with_outputs
+from .pooling import OfflinePooling, with_outputs
 from .prompts import (
-    ChatPrompts,
     Message,
     Prompt,
     TokenizedPrompt,
@@ -47,7 +36,6 @@ from .prompts import (
     read_each,
     read_prompt,
 )
-from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
 
 
@@ -87,38 +75,22 @@ class LLM:
                 budget. ``engine_process=True`` computes in a process of its own: steps and texts are made side by side,
                 and if that process ends, this one goes on. Calls then raise ``EngineDeadError``, and so do later ones:
                 make another ``LLM``. Programs that use it need no guard around their calls.
+                ``disable_log_stats=False`` logs a line of statistics every ``log_stats_interval`` seconds.
         """
-        has_process = engine.pop("engine_process", False)
-        config = engine_config(engine)
-        with _as_value_error():
-            path = resolve(str(model))
-            template = None if chat_template is None else read_chat_template(str(chat_template))
-            self._info = CheckpointInfo.load(path)
-            self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer), weights=False))
-        self._path = path
-        self.model_name = served_model_name or served_name(path, str(model))
-        if template is not None:
-            self._info = replace(self._info, chat_template=template)
-        config = for_checkpoint(config, str(path), template)
-        self._client = start_core(config, has_own_process=has_process)
-        ready = self._client.ready
-        limits = types_pb2.ModelLimits(
-            max_model_len=ready.max_model_len,
-            vocab_size=ready.vocab_size,
-            max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
-            experts_per_token=ready.experts_per_token,
-            priorities=config.scheduler.policy == "priority",
-            hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
-            reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
-            **pooling_limits(ready.pooling),
-            **media_limits(ready, config.scheduler),
+        args = EngineArgs(
+            model,
+            tokenizer=tokenizer,
+            seed=seed,
+            served_model_name=served_model_name,
+            max_logprobs=max_logprobs,
+            enable_prompt_embeds=enable_prompt_embeds,
+            chat_template=chat_template,
+            **engine,
         )
-        self._media = OfflineMedia(path, self._tokenizer, config.worker)
-        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
-        self._loras = OfflineLoras(self._client, are_enabled=config.lora.enable)
-        self._loop = OfflineLoop(self._client, self._media)
-        self._pooling = OfflinePooling(PoolingPrompts(self._tokenizer, limits, self._info.vector_texts), self._loop)
-        self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name, self._media)
+        self.llm_engine = made = LLMEngine(args.by_default(disable_log_stats=True))
+        self.model_name = made.model_name
+        self._client, self._loop, self._builder, self._media = made.client, made.loop, made.builder, made.media
+        self._pooling = OfflinePooling(made.pooling_prompts, made.loop)
 
     def generate(
         self,
@@ -146,7 +118,7 @@ class LLM:
             lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
             priority: One for all, or one for each; lower values run first. Needs ``scheduling_policy="priority"``.
         """
-        with _as_value_error():
+        with as_value_error():
             requests = self._requests(self._read(prompts), sampling_params, lora_request, priority)
         return self._run(requests, use_tqdm)
 
@@ -162,7 +134,7 @@ class LLM:
         ``output_kind`` and ``stream_interval`` of its parameters decide what it holds and how often it comes. Ending
         the iterator early (``close``) aborts the rest.
         """
-        with _as_value_error():
+        with as_value_error():
             requests = self._requests(self._read(prompts), sampling_params, lora_request)
         return self._stream(requests)
 
@@ -189,8 +161,8 @@ class LLM:
             chat_template_kwargs: More names for the template.
             lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
         """
-        with _as_value_error():
-            encoded = self._chats.encode(
+        with as_value_error():
+            encoded = self.llm_engine.chats.encode(
                 as_conversations(messages),
                 chat_template,
                 tools,
@@ -217,8 +189,10 @@ class LLM:
             params: ``beam_width`` may be at most half of ``max_logprobs``.
             concurrency_limit: Prompts that are searched at once; None: all.
         """
-        with _as_value_error():
-            search = OfflineBeamSearch(self._builder, self._tokenizer, lambda requests: self._loop.run(requests, False))
+        with as_value_error():
+            search = OfflineBeamSearch(
+                self._builder, self.llm_engine.tokenizer, lambda requests: self._loop.run(requests, False)
+            )
             return search.search(self._read(prompts), params, concurrency_limit, use_tqdm)
 
     def encode(
@@ -243,7 +217,7 @@ class LLM:
             prompt_name: Of the prompt of the checkpoint's ``config_sentence_transformers.json`` before each text that
                 becomes a vector; None: its default prompt, if it has one.
         """
-        with _as_value_error():
+        with as_value_error():
             texts = as_prompts(prompts)
             return self._pooling.encode(
                 texts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm, prompt_name
@@ -305,20 +279,22 @@ class LLM:
             data_2: The other texts.
             truncate_prompt_tokens: As in :meth:`encode`.
         """
-        with _as_value_error():
+        with as_value_error():
             return self._pooling.score(data_1, data_2, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""
-        with _as_value_error():
-            (request,) = self._builder.build([read_prompt(prompt, self._tokenizer, self._media)], sampling_params)
+        with as_value_error():
+            (request,) = self._builder.build(
+                [read_prompt(prompt, self.llm_engine.tokenizer, self._media)], sampling_params
+            )
         self._loop.enqueue(request)
         return request.output.request_id
 
     def enqueue_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> str:
         """Add one conversation, as :meth:`enqueue` does a prompt."""
-        with _as_value_error():
-            encoded = self._chats.encode([messages])
+        with as_value_error():
+            encoded = self.llm_engine.chats.encode([messages])
             (request,) = self._builder.build(encoded, sampling_params)
         self._loop.enqueue(request)
         return request.output.request_id
@@ -332,7 +308,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer."""
-        return self._tokenizer
+        return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the defaults of the checkpoint's ``generation_config.json``, and ours for other parameters."""
@@ -340,15 +316,15 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Drop the KV blocks of earlier prompts. Returns whether it succeeded."""
-        return bool(self._client.call_utility("reset_prefix_cache"))
+        return self.llm_engine.reset_prefix_cache()
 
     def reset_mm_cache(self) -> None:
         """Forget the rows of images and sounds that were computed here."""
-        self._media.reset()
+        self.llm_engine.reset_mm_cache()
 
     def reset_encoder_cache(self) -> None:
         """Forget the rows of images and sounds that wait in the engine; requests that need some get them again."""
-        self._client.call_utility("reset_encoder_cache")
+        self.llm_engine.reset_encoder_cache()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause and release memory.
@@ -361,14 +337,14 @@ class LLM:
             mode: What happens to requests of other calls that are in flight: ``abort`` ends them, ``wait`` finishes
                 those that have begun, ``keep`` lets them continue after waking.
         """
-        self._client.call_utility("sleep", level, mode)
+        self.llm_engine.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Restore ``weights``, ``kv_cache``, or both (None); ``scheduling`` resumes what slept at level 0.
 
         After ``sleep(2)`` the weights come from :meth:`reload_weights`. Raises ``UtilityError`` if they are missing.
         """
-        self._client.call_utility("wake_up", tags)
+        self.llm_engine.wake_up(tags)
 
     def reload_weights(self, path: str | Path | None = None) -> None:
         """Load the weights of another checkpoint of the same architecture, awake or asleep, and forget cached prefixes.
@@ -378,10 +354,7 @@ class LLM:
 
         Raises ``ValueError`` if there is no such checkpoint, ``UtilityError`` if it does not fit or requests run.
         """
-        with _as_value_error():
-            directory = self._path if path is None else resolve(str(path))
-        self._client.call_utility("reload_weights", str(directory))
-        self._media.use_weights(directory)
+        self.llm_engine.reload_weights(path)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start recording what the workers compute, which slows them down; needs ``profiler_dir``.
@@ -391,27 +364,22 @@ class LLM:
         Args:
             profile_prefix: The names of the files begin with it: letters, digits, ``.``, ``-`` and ``_``.
         """
-        self._client.call_utility("profile", True, profile_prefix or "")
+        self.llm_engine.start_profile(profile_prefix)
 
     def stop_profile(self) -> None:
         """Write the profile to ``profiler_dir``. Raises ``UtilityError`` if none is being recorded."""
-        self._client.call_utility("profile", False)
+        self.llm_engine.stop_profile()
 
     def collective_rpc(self, method: str, args: Sequence[object] = ()) -> list[object]:
         """Call ``profile``, ``resident_bytes`` or ``reload_weights`` on every worker; return the results by rank.
 
         ``reload_weights`` has at most one argument, as :meth:`reload_weights`.
         """
-        if method == "reload_weights":  # not the workers' own: the core must know of it
-            self.reload_weights(*cast("Sequence[str]", args))
-            return [None]
-        results = self._client.call_utility("collective_rpc", method, list(args))
-        assert isinstance(results, list)
-        return results
+        return self.llm_engine.collective_rpc(method, args)
 
     def close(self) -> None:
         """Release the model and the KV cache. Idempotent; the object cannot be used afterwards."""
-        self._client.close()
+        self.llm_engine.close()
 
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         self._loop.run(requests, use_tqdm)
@@ -436,7 +404,9 @@ class LLM:
                 live = left
 
     def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
-        return read_each(as_prompts(prompts), lambda prompt: read_prompt(prompt, self._tokenizer, self._media))
+        return read_each(
+            as_prompts(prompts), lambda prompt: read_prompt(prompt, self.llm_engine.tokenizer, self._media)
+        )
 
     def _requests(
         self,
@@ -445,14 +415,5 @@ class LLM:
         lora_request: LoRARequests,
         priority: int | Sequence[int] | None = None,
     ) -> list[OfflineRequest]:
-        adapted = self._loras.apply(prompts, lora_request)
+        adapted = self.llm_engine.loras.apply(prompts, lora_request)
         return self._builder.build(adapted, sampling_params, priority, refuses_alone=True)
-
-
-@contextmanager
-def _as_value_error() -> Iterator[None]:
-    """Turn the services' errors into ``ValueError``, which Python callers expect."""
-    try:
-        yield
-    except TokenloomError as error:
-        raise ValueError(error.message) from None

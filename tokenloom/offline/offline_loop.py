@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from tokenloom.engine_core.client.core_client import CoreClient, InprocClient, SyncMPClient
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EnginePausedError
-from tokenloom.engine_core.data.messages import ArrivedRows, EngineCoreOutput, RowsWanted
+from tokenloom.engine_core.data.messages import ArrivedRows, EngineCoreOutput, EngineCoreOutputs, RowsWanted
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
 from tokenloom.preflight.host import may_have_gpu
@@ -91,6 +91,8 @@ class OfflineLoop:
         self._media = media
         self._live: dict[str, tuple[InFlight, Any]] = {}
         self._enqueued: list[OfflineRequest] = []
+        self.on_step: Callable[[EngineCoreOutputs], None] | None = None
+        """Is called with what each step brings; None: nobody wants to know."""
 
     def run(self, requests: Sequence[InFlight], use_tqdm: bool | Callable[..., Any]) -> None:
         """Add requests that have not ended already, and step until all of them have; one that fails has its error, and
@@ -110,13 +112,17 @@ class OfflineLoop:
 
     def enqueue(self, request: OfflineRequest) -> None:
         """Add a request that `next_ended` will return. Raises ``EnginePausedError``."""
+        self.add(request)
+        self._enqueued.append(request)
+
+    def add(self, request: InFlight) -> None:
+        """Add a request, which :meth:`step` advances. Raises ``EnginePausedError``."""
         self._client.check_awake()
         try:
             self._add(request)
         except BaseException:
-            self._abort([request])
+            self.abort([request])
             raise
-        self._enqueued.append(request)
 
     def next_ended(self) -> list[OfflineRequest]:
         """Step until some of the enqueued requests have ended or failed, and return them; empty if none is enqueued."""
@@ -139,7 +145,7 @@ class OfflineLoop:
                 self._add(request)
             yield
         finally:
-            self._abort([request for request in requests if not request.finished])
+            self.abort([request for request in requests if not request.finished])
 
     def step(self) -> list[InFlight]:
         """Compute a step and return the requests that it ended.
@@ -153,7 +159,7 @@ class OfflineLoop:
             raise
         except BaseException as error:  # keyboard interrupts included: the next call finds an idle engine
             reason = RuntimeError(f"a step of the engine failed: {type(error).__name__}: {error}")
-            self._abort([request for request, _ in self._live.values()], reason)
+            self.abort([request for request, _ in self._live.values()], reason)
             # The step may have ended before it filled the blocks that it announced.
             with contextlib.suppress(EngineDeadError):  # a core in a process of its own, of which nothing is left
                 self._client.call_utility("reset_prefix_cache")
@@ -167,6 +173,8 @@ class OfflineLoop:
     def _step(self) -> list[InFlight]:
         ended: list[InFlight] = []
         step = self._client.get_output()
+        if self.on_step is not None:
+            self.on_step(step)
         for output in step.outputs:
             # One step may hold the token whose text ends a request and, after it, the end of its grammar. The second
             # one finds no request, which once raised a KeyError that ended all of them.
@@ -179,7 +187,7 @@ class OfflineLoop:
             # A refusal of the core concerns this request only: taken for a failed step, it aborted the requests of all
             # callers.
             except CoreRefusal as refusal:  # a fault of this request only
-                self._abort([request], refusal.error)
+                self.abort([request], refusal.error)
                 ended.append(request)
                 continue
             if sample.completion.finished():
@@ -202,14 +210,15 @@ class OfflineLoop:
             try:
                 rows = self._media.rows(request.media, each.key)
             except ValueError as error:  # a fault of this image or sound: other requests go on
-                self._abort([request], error)
+                self.abort([request], error)
                 failed.append(request)
                 continue
             self._client.send_rows(ArrivedRows(each.key, each.number, 0, rows))
             brought.add(each.number)
         return failed
 
-    def _abort(self, requests: Sequence[InFlight], error: Exception | None = None) -> None:
+    def abort(self, requests: Sequence[InFlight], error: Exception | None = None) -> None:
+        """End requests that have not ended, because of an error if there is one."""
         ids = [sample.core_request.request_id for request in requests for sample in request.samples]
         self._client.abort_requests([id_ for id_ in ids if self._live.pop(id_, None) is not None])
         for request in requests:

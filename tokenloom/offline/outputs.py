@@ -1,7 +1,7 @@
 """Defines the results of the offline API, and the parameters of pooling, with vLLM's names."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:  # clients import this module, and are installed without numpy
@@ -60,6 +60,11 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def followed_by(self, news: "CompletionOutput") -> "CompletionOutput":
+        """Return what this piece and the one after it hold together. Neither is changed."""
+        logprobs = news.logprobs if self.logprobs is None else [*self.logprobs, *(news.logprobs or ())]
+        return replace(news, text=self.text + news.text, token_ids=self.token_ids + news.token_ids, logprobs=logprobs)
+
 
 @dataclass
 class RequestOutput:
@@ -83,6 +88,17 @@ class RequestOutput:
         """The reasoning tokens of all outputs; None if the marks around the model's reasoning are not known."""
         counts = [output.num_reasoning_tokens for output in self.outputs]
         return sum(count for count in counts if count is not None) if None not in counts else None
+
+    def merged(self, news: "RequestOutput", *, are_pieces: bool) -> "RequestOutput":
+        """Return one output in place of this one and a newer one of the same request. Neither is changed.
+
+        ``are_pieces``: whether each holds only what is new (``DELTA``); otherwise the newer one of each sample stays.
+        """
+        outputs = {output.index: output for output in self.outputs}
+        for output in news.outputs:
+            before = outputs.get(output.index) if are_pieces else None
+            outputs[output.index] = output if before is None else before.followed_by(output)
+        return replace(news, outputs=[outputs[index] for index in sorted(outputs)])
 
 
 PoolingTaskName = Literal["embed", "classify", "score", "token_embed", "token_classify"]

@@ -135,6 +135,15 @@ class PoolingPrompts:
         prompts = read_each(range(len(pairs)), read)
         return [self.build(prompt, "score", params, num) for prompt, num in zip(prompts, first_parts, strict=True)]
 
+    def request(self, prompt: Prompt, params: PoolingParams) -> OfflinePooledRequest:
+        """Return a request for a prompt of any form; one that is refused has ended with its error.
+
+        Raises ``ValueError`` if the parameters name no task.
+        """
+        task = _task(None, params)
+        (tokenized,) = self.read([prompt], [task], None, None)
+        return self.build(tokenized, task, params)
+
     def build(
         self, prompt: TokenizedPrompt, task: PoolingTaskName, params: PoolingParams, first_part_tokens: int = 0
     ) -> OfflinePooledRequest:

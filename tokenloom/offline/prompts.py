@@ -107,10 +107,12 @@ def read_each(prompts: Iterable[T], read: Callable[[T], TokenizedPrompt]) -> lis
 
 
 def read_prompt(prompt: object, tokenizer: Tokenizer, media: OfflineMedia | None = None) -> TokenizedPrompt:
-    """Encode a prompt unless it holds token ids. ``media``: reads that of prompts; None: they have none.
+    """Encode a prompt unless it holds token ids, or is encoded. ``media``: reads that of prompts; None: they have none.
 
     Raises ``ValueError`` or ``InvalidArgument`` for any other form.
     """
+    if isinstance(prompt, TokenizedPrompt):
+        return prompt
     if isinstance(prompt, str):
         return TokenizedPrompt(prompt, tokenizer.encode(whole_text("the prompt", prompt)).ids)
     if isinstance(prompt, Mapping):

@@ -28,6 +28,7 @@ response header `x-tokenloom-ignored`.
 | a batch file | `vllm run-batch -i IN -o OUT --model MODEL` | `tokenloom run-batch -i IN -o OUT --model MODEL` |
 | measure a server | `vllm bench serve` | `tokenloom bench serve` |
 | in Python | `from vllm import LLM, SamplingParams` | `from tokenloom import LLM, SamplingParams` |
+| an engine in a program | `LLMEngine`, `AsyncLLM` | [the same](../use/embedding.md), with `EngineArgs` for both |
 | the same bits in every batch | `VLLM_BATCH_INVARIANT=1` | `--batch-invariant`, `TOKENLOOM_BATCH_INVARIANT=1` |
 | health, metrics | `/health`, `/metrics` on the server's port | the same on the gateway's port |
 
@@ -201,6 +202,7 @@ def _names(text: str) -> tuple[str, ...]:
 SAME_FLAGS = _names(
     """
     --api-key --async-scheduling --attention-backend --block-size --config --disable-hybrid-kv-cache-manager
+    --disable-log-stats
     --distributed-executor-backend --dtype --enable-chunked-prefill --enable-eplb --enable-logging-iteration-details
     --enable-lora --enable-prefix-caching --enable-prompt-embeds --eplb-config --exclude-tools-when-tool-choice-none
     --host --kv-cache-dtype
@@ -215,12 +217,12 @@ SAME_FLAGS = _names(
 SAME_ARGUMENTS = _names(
     """
     model tokenizer tensor_parallel_size dtype quantization seed gpu_memory_utilization kv_cache_memory_bytes
-    enforce_eager runner pooler_config chat_template
+    enforce_eager runner pooler_config chat_template disable_log_stats
     """
 )
 """Those arguments that vLLM's ``LLM`` documents and ours has too."""
 
-PERMITTED_ARGUMENTS = _names("trust_remote_code enable_sleep_mode disable_log_stats disable_custom_all_reduce")
+PERMITTED_ARGUMENTS = _names("trust_remote_code enable_sleep_mode disable_custom_all_reduce")
 """Arguments whose false is vLLM's default, and whose true changes nothing either."""
 
 SAME_METRICS = _names(

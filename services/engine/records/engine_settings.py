@@ -66,6 +66,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds between frames to an output processor, except for first tokens and ends, so that "
         "short steps share a frame; half of it for fewer than 16 requests; 0: one frame for each step.",
     ] = 0.008
+    disable_log_stats: Annotated[bool, "Log no lines of throughput, queues and caches."] = False
+    log_stats_interval: Annotated[
+        Annotated[float, Meta(gt=0, le=86400)],
+        "Seconds from one such line to the next; of several idle intervals only the first has one.",
+    ] = 10.0
     engine: EngineConfig = EngineConfig(
         worker=WorkerConfig(model=DEMO_MODEL_NAME),
         # Clients of a service wait for their next token, which a long prompt in the same step would delay.

@@ -49,7 +49,7 @@ ANSWERS = {
     "--enable-log-outputs": _LOG,
     "--enable-log-deltas": _LOG,
     "--max-log-len": _LOG,
-    "--disable-log-stats --aggregate-engine-logging": _METRICS,
+    "--aggregate-engine-logging": _METRICS,
     "--kv-cache-metrics --kv-cache-metrics-sample --cudagraph-metrics --enable-mfu-metrics": _METRICS,
     "--show-hidden-metrics-for-version": _METRICS,
     "--enable-layerwise-nvtx-tracing": "use --profiler-dir",
@@ -163,7 +163,6 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     # Permissions and switches that ask for nothing here.
     "trust_remote_code": (True,),
     "enable_sleep_mode": (True,),
-    "disable_log_stats": (True,),
     "disable_custom_all_reduce": (True,),
     "use_tqdm_on_load": (True,),
     "enable_flashinfer_autotune": (True,),

@@ -173,6 +173,21 @@ async def test_an_engine_whose_checkpoint_changes_while_it_starts_does_not_serve
             pass
 
 
+@pytest.mark.parametrize("is_disabled", [False, True])
+async def test_a_line_of_throughput_at_intervals(
+    is_disabled: bool, socket_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="tokenloom.services.engine.records.stat_log")
+    settings = make_settings(socket_dir, instance_id="engine-3", log_stats_interval=0.02, disable_log_stats=is_disabled)
+    async with running_engine(settings) as host, Peer(host.address) as peer:
+        for slot in range(1, 1000):
+            await peer.send(make_add(slot, [1, 2, 3], 20))
+            await peer.read_until_finished([slot])
+            if caplog.messages or (is_disabled and slot == 5):
+                break
+    assert [line.partition(":")[0] for line in caplog.messages[:1]] == ([] if is_disabled else ["Engine 3"])
+
+
 async def test_metrics_have_the_names_that_dashboards_read(socket_dir: Path) -> None:
     settings = make_settings(socket_dir, metrics_listen="127.0.0.1:0", instance_id="engine-3")
     async with running_engine(settings) as host, Peer(host.address) as peer:

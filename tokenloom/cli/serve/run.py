@@ -126,7 +126,7 @@ def _chat(
         from ..chat.conversation import Conversation
 
     path = _fetched(name, listed)
-    arguments = (path, "--port", str(port), "--served-model-name", name, *listed.flags)
+    arguments = (path, "--port", str(port), "--served-model-name", name, "--disable-log-stats", *listed.flags)
     with _served(arguments) as url:
         session = ChatSession(_server(url), name, Conversation(system), dict(sampling))
         if question is None:

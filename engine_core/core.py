@@ -17,13 +17,7 @@ from .data.config import EngineConfig
 from .data.errors import ExecutorFailedError
 from .data.handshake import WarmUp
 from .data.kv_groups import KVCacheConfig
-from .data.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    ExpertLoads,
-    SchedulerStats,
-)
+from .data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, ExpertLoads, SchedulerStats
 from .data.model_info import ModelInfo
 from .data.scheduler_output import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from .executor.executor import Executor, PoolSpec
@@ -34,7 +28,7 @@ from .kv_transfer.kv_connector import StepTransfers, take_updates
 from .scheduling.adapters import Adapters
 from .scheduling.media_rows import RowStore
 from .scheduling.scheduler import Scheduler
-from .scheduling.step_reports import IterationLog, dump_failed_step
+from .scheduling.step_reports import IterationLog, StepTraces, as_observer, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 
 
@@ -90,8 +84,7 @@ class EngineCore:
         """Load the model and size the KV cache.
 
         Raises ``ValueError`` naming a setting or a feature of the model that does not work. ``kv`` moves KV blocks in
-        and out of the pool, if given. ``clock`` returns nanoseconds. ``watchdog`` shows how
-        far the step in work is.
+        and out of the pool, if given. ``clock`` returns nanoseconds. ``watchdog`` shows how far the step in work is.
         """
         self.executor = executor
         self._kv = kv
@@ -134,7 +127,10 @@ class EngineCore:
         self._unsampled: tuple[SchedulerOutput, StepTransfers | None] | None = None
         """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability
-        self._iterations = IterationLog() if config.observability.log_iterations else None
+        self._traces = StepTraces(self.scheduler.requests, clock) if config.observability.trace_steps else None
+        if self._traces is not None:  # in its place, so that a core without traces makes no further call
+            self.scheduler.schedule = self._traces.timed(self.scheduler.schedule)  # type: ignore[method-assign]
+        self._observer = as_observer(IterationLog() if config.observability.log_iterations else None, self._traces)
         self._expert_loads: ExpertLoads | None = None
         self.num_steps = 0
         self.num_begun = 0
@@ -165,6 +161,8 @@ class EngineCore:
             self.sessions.add(request)
         else:
             self.scheduler.add_request(request)
+        if request.is_traced and self._traces is not None:
+            self._traces.add(request.request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; ids that are not live are ignored."""
@@ -255,8 +253,8 @@ class EngineCore:
 
         Only the first half begins where a bitmask depends on a token that is still in flight.
         """
-        if self._iterations is not None:
-            self._iterations.begin()
+        if self._observer is not None:
+            self._observer.begin()
         masks, requests = None, self.scheduler.requests
         if self._grammars is not None and self._grammars.live:
             if self._grammars.awaits_tokens(scheduled, requests):
@@ -317,8 +315,8 @@ class EngineCore:
         self.steps_in_flight.clear()
         self._unsampled = None
         self._watchdog.failed()
-        if self._iterations is not None:
-            self._iterations.abandon()
+        if self._observer is not None:
+            self._observer.abandon()
         self.scheduler.recover_from_failed_step(finished_req_ids)
 
     def _update(
@@ -334,8 +332,8 @@ class EngineCore:
         self._abort(take_aborts())
         self.num_steps += 1
         self._expert_loads = result.expert_loads
-        if self._iterations is not None:
-            self._iterations.end(self.num_steps, step.scheduled)
+        if self._observer is not None:
+            self._observer.end(self.num_steps, step.scheduled, result)
         outputs = self.scheduler.results.apply(step.scheduled, result)
         if result.draft_token_ids or self.scheduler.drafts is not None:
             self.post_step(result)
@@ -372,6 +370,7 @@ class EngineCore:
             num_requests_added=self.num_requests_added,
             expert_loads=self._expert_loads,
             rows_wanted=media.take_wanted() if media is not None and media.wanted else [],
+            step_spans=self._traces.take_ended(outputs) if self._traces is not None else {},
         )
 
     def _abort(self, request_ids: Iterable[str]) -> None:

@@ -398,6 +398,8 @@ class ObservabilityConfig(Struct, frozen=True):
         ""
     )
     dump_tokens: Annotated[bool, "Include the tokens of prompts and outputs in that dump."] = False
+    trace_steps: bool = False
+    """Whether the steps of traced requests are told; the front sets it where spans have a receiver."""
 
 
 class EngineConfig(Struct, frozen=True):

@@ -125,6 +125,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Which turn of a session it is: its blocks are kept for the next one. None: it is of none."""
     media: list[MediaSpan] = []
     """Images and sounds in order of position, without overlap, over prompt tokens only; the rows come later."""
+    is_traced: bool = False
+    """Whether ``EngineCoreOutputs.step_spans`` tells its steps, if the core traces any."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
@@ -406,6 +408,27 @@ class GroupState(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The last wave that has ended; None before the first."""
 
 
+class StepSpan(msgspec.Struct, array_like=True, gc=False):
+    """Describes the part that a request had in one step. Times are those of the core's monotonic clock."""
+
+    is_prefill: bool
+    """Whether it computed a chunk of the prompt, otherwise the token after the last one."""
+    began_ns: int
+    """When the step was planned and its computation began."""
+    ended_ns: int
+    """When its result was there."""
+    schedule_ns: int
+    """How long planning it took, which ended when it began."""
+    num_tokens: int
+    """Tokens of the request that it computed."""
+    batch_requests: int
+    batch_tokens: int
+    forward_ns: int = 0
+    """The worker's forward pass, which began with the step; 0: not measured."""
+    sample_ns: int = 0
+    """The worker's sampling; 0: not measured."""
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Holds everything that one step produced for one client."""
 
@@ -424,3 +447,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """When it has changed, in a group that computes in waves."""
     rows_wanted: list[RowsWanted] = []
     """Rows of images that requests wait for; each is asked for once by each of them."""
+    step_spans: dict[str, list[StepSpan]] = {}
+    """Of requests that ended and are traced: steps that computed them, by their ids."""

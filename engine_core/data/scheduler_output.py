@@ -160,6 +160,15 @@ class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
         return bits.astype(np.bool_)
 
 
+class StepTimes(msgspec.Struct, array_like=True, gc=False):
+    """Says how long the parts of a step took in the worker."""
+
+    forward_ns: int
+    """The forward pass, as far as the host waits for it: on a device that computes beside the host, its start."""
+    sample_ns: int
+    """From the begin of sampling until the tokens were on the host."""
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Holds what the worker computed in a step."""
 
@@ -189,6 +198,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Results of the pooling requests whose prompts are complete; they sample no token."""
     num_verified: dict[str, int] = {}
     """How many drafts of each request the step verified, of those that had any."""
+    times: StepTimes | None = None
+    """If steps are traced."""
 
 
 class PendingOutput(Protocol):

@@ -1,27 +1,66 @@
-"""Reports steps to operators: a log line for each one, and a dump of one that failed."""
+"""Reports steps to operators: a log line for each one, a dump of one that failed, and the steps of traced requests."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ..data.config import ObservabilityConfig
-from ..data.messages import SchedulerStats
+from ..data.messages import EngineCoreOutput, SchedulerStats, StepSpan
 from ..data.request import Request
-from ..data.scheduler_output import SchedulerOutput
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput, StepTimes
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+_MOST_SPANS = 32
+"""Steps of each kind, prefill and decode, that are kept of a request."""
+
+
+class StepObserver(Protocol):
+    """Is told of every step of one core. Steps end in the order in which they begin."""
+
+    def begin(self) -> None:
+        """Note that a planned step begins to compute."""
+
+    def end(self, step: int, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Note that the oldest step, number ``step``, has its result, which is not applied yet."""
+
+    def abandon(self) -> None:
+        """Forget the steps in flight: they failed."""
+
+
+class StepObservers:
+    """Tells several observers."""
+
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        self._observers = observers
+
+    def begin(self) -> None:
+        for each in self._observers:
+            each.begin()
+
+    def end(self, step: int, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for each in self._observers:
+            each.end(step, scheduled, result)
+
+    def abandon(self) -> None:
+        for each in self._observers:
+            each.abandon()
+
+
+def as_observer(*observers: StepObserver | None) -> StepObserver | None:
+    """Return one observer in place of those that exist; None if there is none."""
+    found = [each for each in observers if each is not None]
+    return StepObservers(found) if len(found) > 1 else next(iter(found), None)
+
 
 class IterationLog:
-    """Logs a line for each step of one core (vLLM's ``--enable-logging-iteration-details``).
-
-    Steps end in the order in which they begin.
-    """
+    """Logs a line for each step of one core (vLLM's ``--enable-logging-iteration-details``)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` returns seconds."""
@@ -31,7 +70,7 @@ class IterationLog:
     def begin(self) -> None:
         self._started.append(self._clock())
 
-    def end(self, step: int, scheduled: SchedulerOutput) -> None:
+    def end(self, step: int, scheduled: SchedulerOutput, result: ModelRunnerOutput | None = None) -> None:
         """Log the oldest step, number ``step``. A request decodes if the worker knows it and it computes one token, or
         one and its drafts."""
         milliseconds = (self._clock() - self._started.popleft()) * 1e3
@@ -57,6 +96,104 @@ class IterationLog:
     def abandon(self) -> None:
         """Forget the steps in flight: they failed."""
         self._started.clear()
+
+
+class StepTraces:
+    """Keeps steps of the requests that are traced, until these end. It exists only where spans have a receiver, so a
+    core without one makes no call for it."""
+
+    def __init__(self, requests: Mapping[str, Request], clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """``requests``: the live ones. ``clock`` returns nanoseconds."""
+        self._requests = requests
+        self._clock = clock
+        self._traced: dict[str, _KeptSpans] = {}  # bounded by the live requests, see :meth:`add`
+        self._schedule_ns = 0
+        self._begun: deque[tuple[int, int]] = deque()  # bounded by the steps that may be in flight
+
+    def timed(self, schedule: Callable[[], T]) -> Callable[[], T]:
+        """Return a function that plans a step, and notes how long that takes."""
+
+        def timed() -> T:
+            before = self._clock()
+            scheduled = schedule()
+            self._schedule_ns = self._clock() - before
+            return scheduled
+
+        return timed
+
+    def add(self, request_id: str) -> None:
+        """Keep the steps of a request that was just added."""
+        # Those that a client aborted end without an output.
+        for gone in self._traced.keys() - self._requests.keys():
+            del self._traced[gone]
+        self._traced[request_id] = _KeptSpans()
+
+    def begin(self) -> None:
+        self._begun.append((self._clock(), self._schedule_ns))
+
+    def end(self, step: int, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        began, schedule_ns = self._begun.popleft()
+        if not self._traced:
+            return
+        times, ended, num_scheduled = result.times or StepTimes(0, 0), self._clock(), scheduled.num_scheduled_tokens
+        for request_id, kept in self._traced.items():
+            num_tokens, request = num_scheduled.get(request_id), self._requests.get(request_id)
+            if num_tokens is None or request is None:
+                continue
+            # A request that lost its blocks, or that another engine began, computes its outputs with its prompt.
+            decodes = request.num_output_tokens and (num_tokens == 1 or request_id in scheduled.draft_token_ids)
+            span = StepSpan(
+                not decodes,
+                began,
+                ended,
+                schedule_ns,
+                num_tokens,
+                len(num_scheduled),
+                scheduled.total_num_scheduled_tokens,
+                times.forward_ns,
+                times.sample_ns,
+            )
+            kept.add(span)
+
+    def abandon(self) -> None:
+        self._begun.clear()
+
+    def take_ended(self, outputs: Iterable[EngineCoreOutput]) -> dict[str, list[StepSpan]]:
+        """Return the steps of the traced requests that end with these outputs, and forget them."""
+        if not self._traced:
+            return {}
+        ended = [each.request_id for each in outputs if each.finish_reason is not None]
+        return {name: kept.spans() for name in ended if (kept := self._traced.pop(name, None)) is not None}
+
+
+class _KeptSpans:
+    """Keeps steps of one request, of many every second, fourth and so on: enough to see where its time went."""
+
+    def __init__(self) -> None:
+        self._prefill, self._decode = _Thinned(), _Thinned()
+
+    def add(self, span: StepSpan) -> None:
+        (self._prefill if span.is_prefill else self._decode).add(span)
+
+    def spans(self) -> list[StepSpan]:
+        return self._prefill.spans + self._decode.spans
+
+
+class _Thinned:
+    """Keeps every n-th of the spans that it gets, so that at most ``_MOST_SPANS`` are left."""
+
+    def __init__(self) -> None:
+        self.spans: list[StepSpan] = []
+        self._every, self._count = 1, 0
+
+    def add(self, span: StepSpan) -> None:
+        if self._count % self._every == 0:
+            if len(self.spans) == _MOST_SPANS:
+                del self.spans[1::2]
+                self._every *= 2
+            if self._count % self._every == 0:
+                self.spans.append(span)
+        self._count += 1
 
 
 def dump_failed_step(

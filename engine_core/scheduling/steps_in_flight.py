@@ -85,4 +85,5 @@ def _without(result: ModelRunnerOutput, unwanted: set[str]) -> ModelRunnerOutput
         expert_loads=result.expert_loads,
         pooled={request_id: value for request_id, value in result.pooled.items() if request_id not in unwanted},
         num_verified=result.num_verified,
+        times=result.times,
     )

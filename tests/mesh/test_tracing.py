@@ -49,9 +49,19 @@ async def test_a_trace_has_every_part_of_a_request(socket_dir: Path) -> None:
     process, engine = collector.named("process"), collector.named("engine")
     parents = {ENCODE: root, "process": root, PICK: process, "engine": process, "detokenize": process}
     parents |= {"queue": engine, "prefill": engine, "decode": engine}
-    assert {span.name for span in collector.spans} == {root.name, *parents}
+    of_steps = {"prefill chunk", "decode step", "schedule", "forward"}
+    assert {span.name for span in collector.spans} == {root.name, *parents, *of_steps}
     for name, parent in parents.items():
         assert collector.named(name).parent_span_id == parent.span_id, name
+    steps = [span for span in collector.spans if span.name in ("prefill chunk", "decode step")]
+    assert {span.parent_span_id for span in steps} == {engine.span_id}
+    assert len([span for span in steps if span.name == "decode step"]) == 3  # of four tokens
+    chunks = sum(attributes(span)["tokenloom.step.tokens"] for span in steps if span.name == "prefill chunk")
+    assert chunks == attributes(engine)["gen_ai.usage.input_tokens"]
+    assert all(attributes(span)["tokenloom.step.sample_seconds"] > 0 for span in steps)
+    for part in ("schedule", "forward"):
+        places = [span.parent_span_id for span in collector.spans if span.name == part]
+        assert sorted(places) == sorted(span.span_id for span in steps)
     traced = attributes(root)
     assert traced["gen_ai.operation.name"] == "chat"
     assert traced["gen_ai.request.model"] == MODEL

@@ -132,6 +132,8 @@ class CoreLink:
         request, attempt.request = attempt.request, None
         if request is None:
             return
+        if attempt.trace_headers and self._tracer is not None:
+            request.is_traced = True
         try:
             await self.client.add_request(request)
         except EngineDeadError:
@@ -179,6 +181,10 @@ class CoreLink:
         self._load.observe(outputs)
         changed: dict[StreamAttempts, None] = {}  # in the order of their first output
         now = self.clock()
+        if outputs.step_spans:
+            for key, steps in outputs.step_spans.items():
+                if (entry := self._live.get(key)) is not None:
+                    entry[0].steps = steps
         for output in outputs.outputs:
             entry = self._live.get(output.request_id)
             if entry is None:

@@ -2,15 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.engine_core.data.embedding_rows import RowsKey
-from tokenloom.engine_core.data.messages import EngineCoreEvent, EngineCoreRequest, FinishReason, PrefillStats
+from tokenloom.engine_core.data.messages import (
+    EngineCoreEvent,
+    EngineCoreRequest,
+    FinishReason,
+    PrefillStats,
+    StepSpan,
+)
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.logs import RequestLog
-from tokenloom.services.runtime.telemetry.tracing import Headers, Tracer
+from tokenloom.services.runtime.telemetry.tracing import Headers, Span, Tracer
 from tokenloom.v1 import types_pb2
 
 log = logging.getLogger(__name__)
@@ -87,6 +93,7 @@ class Attempt:
         saw_nans: Whether a token was sampled from logits that contained NaN.
         finish_reason: None while the attempt is live.
         media: Its images and sounds; None if it has none.
+        steps: Steps that computed it, if it is traced and has ended.
     """
 
     slot: int
@@ -103,6 +110,7 @@ class Attempt:
     saw_nans: bool = False
     finish_reason: FinishReason | None = None
     media: AttemptMedia | None = None
+    steps: Sequence[StepSpan] = ()
 
     def ended(self) -> None:
         """Cancel the deadline and call ``on_end``, when the attempt has ended."""
@@ -137,8 +145,8 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
         "tokenloom.finish_reason": attempt.finish_reason.name.lower(),
         "tokenloom.leg": "prefill" if attempt.kv.lease_id else "decode" if attempt.kv.wait_ns else "whole",
     }
-    # Made at the end, from times that the core reports in any case: the core knows nothing of traces, and a token costs
-    # nothing more. A request that dies with its engine leaves no span of that engine.
+    # Made at the end, from times that the core reports: it and its workers load no OpenTelemetry, and have no thread
+    # that sends. A request that dies with its engine leaves no span of that engine.
     span = tracer.start("engine", headers, started_ns=arrival, attributes=attributes)
     if span is None:
         return
@@ -151,5 +159,24 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
         span.child("prefill", scheduled, first, {"gen_ai.usage.cache_read.input_tokens": stats.num_cached_tokens})
     if first and times.last_token > times.first_token:
         span.child("decode", first, round(times.last_token * 1e9))
+    for step in attempt.steps:
+        _add_step(span, step)
     failed = attempt.finish_reason is FinishReason.ERROR
     span.end(error="the attempt failed" if failed else "", ended_ns=round(ended * 1e9))
+
+
+def _add_step(span: Span, step: StepSpan) -> None:
+    """Add the span of one step, with planning and the worker's forward pass as parts. All steps of a short request are
+    there; of a long one, samples of them."""
+    attributes: dict[str, int | float] = {
+        "tokenloom.step.tokens": step.num_tokens,
+        "tokenloom.batch.requests": step.batch_requests,
+        "tokenloom.batch.tokens": step.batch_tokens,
+    }
+    if step.sample_ns:
+        attributes["tokenloom.step.sample_seconds"] = step.sample_ns / 1e9
+    planned = step.began_ns - step.schedule_ns
+    place = span.child("prefill chunk" if step.is_prefill else "decode step", planned, step.ended_ns, attributes)
+    span.child("schedule", planned, step.began_ns, below=place)
+    if step.forward_ns:
+        span.child("forward", step.began_ns, step.began_ns + step.forward_ns, below=place)

@@ -92,7 +92,8 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
             tls = TLSFiles(str(files.ca), str(files.cert), str(files.key), dns_name(self.service))
             kv = replace(kv, socket_tls=tls)
         template = read_chat_template(self.chat_template) if self.chat_template else None
-        return for_checkpoint(replace(self.engine, kv=kv), checkpoint, template)
+        observability = replace(self.engine.observability, trace_steps=bool(self.otlp_endpoint))
+        return for_checkpoint(replace(self.engine, kv=kv, observability=observability), checkpoint, template)
 
 
 def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | None = None) -> EngineConfig:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from opentelemetry import trace
+    from opentelemetry.context import Context
 
 NAMES = ("traceparent", "tracestate")
 """Headers that are forwarded; https://www.w3.org/TR/trace-context/ defines them."""
@@ -119,12 +120,23 @@ class Span:
         TraceContextTextMapPropagator().inject(headers, self._context)
         self.headers: Headers = headers
 
-    def child(self, name: str, started_ns: int, ended_ns: int, attributes: Attributes | None = None) -> None:
-        """Add a span that has already ended."""
+    def child(
+        self,
+        name: str,
+        started_ns: int,
+        ended_ns: int,
+        attributes: Attributes | None = None,
+        below: "Context | None" = None,
+    ) -> "Context":
+        """Add a span that has already ended, and return its place. ``below``: the place of another one that it is part
+        of; None: of this one."""
+        from opentelemetry import trace
+
         child = self._tracer.start_span(
-            name, self._context, attributes=attributes, start_time=started_ns + self._to_epoch
+            name, below or self._context, attributes=attributes, start_time=started_ns + self._to_epoch
         )
         child.end(ended_ns + self._to_epoch)
+        return trace.set_span_in_context(child)
 
     def end(self, attributes: Attributes | None = None, error: str = "", ended_ns: int | None = None) -> None:
         """End the span, by default now. ``error``: what went wrong; empty: nothing."""

@@ -8,11 +8,12 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ObservabilityConfig
+from tokenloom.engine_core.data.messages import StepSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.scheduling.step_reports import IterationLog
+from tokenloom.engine_core.scheduling.step_reports import IterationLog, StepTraces, as_observer
 
 
 class FailingWorker(HashWorker):
@@ -94,4 +95,90 @@ def test_every_step_of_a_core_is_a_line(overlaps: bool, caplog: pytest.LogCaptur
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(":")[0] for line in lines] == [f"Iteration({n})" for n in range(1, 5)]
     assert "1 context requests, 3 context tokens" in lines[0]
+    core.shutdown()
+
+
+TRACED = ObservabilityConfig(trace_steps=True)
+
+
+def traced_core(observability: ObservabilityConfig = TRACED, **options: object) -> EngineCore:
+    config = msgspec.structs.replace(make_config(**options), observability=observability)
+    return EngineCore(config, make_executor(config, make_worker))
+
+
+def spans_of(core: EngineCore) -> dict[str, list[StepSpan]]:
+    """Step until nothing is left."""
+    found: dict[str, list[StepSpan]] = {}
+    while core.has_work():
+        found |= core.step().step_spans
+    return found
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_steps_of_a_traced_request_are_told_with_its_end(overlaps: bool) -> None:
+    core = traced_core(async_scheduling=overlaps, budget=4, max_num_seqs=4)
+    core.add_request(msgspec.structs.replace(make_request("a", list(range(10)), 5), is_traced=True))
+    core.add_request(make_request("b", [1, 2], 3))
+    found = spans_of(core)
+    assert found.keys() == {"a"}
+    steps = found["a"]
+    assert [step.is_prefill for step in steps] == [True] * (len(steps) - 4) + [False] * 4
+    assert sum(step.num_tokens for step in steps if step.is_prefill) == 10
+    assert {step.num_tokens for step in steps if not step.is_prefill} == {1}
+    assert max(step.batch_requests for step in steps) == 2
+    assert all(step.batch_tokens >= step.num_tokens for step in steps)
+    assert all(step.began_ns - step.schedule_ns <= step.began_ns <= step.ended_ns for step in steps)
+    assert [step.ended_ns for step in steps] == sorted(step.ended_ns for step in steps)
+    assert any(step.schedule_ns for step in steps)
+    core.shutdown()
+
+
+def test_a_core_that_traces_nothing_makes_no_call_for_it() -> None:
+    core = traced_core(ObservabilityConfig())
+    assert core._observer is None
+    assert core._traces is None
+    assert "schedule" not in vars(core.scheduler)
+    core.add_request(msgspec.structs.replace(make_request("a", [1, 2, 3], 4), is_traced=True))
+    assert spans_of(core) == {}
+    core.shutdown()
+
+
+def test_of_a_long_request_samples_are_kept() -> None:
+    core = traced_core(budget=4, max_num_seqs=4)
+    core.add_request(msgspec.structs.replace(make_request("a", list(range(8)), 300), is_traced=True))
+    steps = spans_of(core)["a"]
+    decodes = [step for step in steps if not step.is_prefill]
+    assert len(steps) - len(decodes) == 2
+    assert 16 <= len(decodes) <= 32
+    began = [step.began_ns for step in decodes]
+    assert began == sorted(set(began))
+    core.shutdown()
+
+
+def test_what_ends_without_an_output_is_forgotten_and_a_failed_step_leaves_nothing() -> None:
+    core = traced_core()
+    traces = core._traces
+    assert traces is not None
+    for name in ("a", "b"):
+        core.add_request(msgspec.structs.replace(make_request(name, [1, 2, 3], 4), is_traced=True))
+    core.step()
+    core.abort_requests(["a"])
+    core.add_request(msgspec.structs.replace(make_request("c", [1, 2, 3], 4), is_traced=True))
+    assert traces._traced.keys() == {"b", "c"}
+    assert spans_of(core).keys() == {"b", "c"}
+    traces.begin()
+    traces.abandon()
+    assert not traces._begun
+    assert not traces._traced
+    core.shutdown()
+
+
+def test_lines_and_traces_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tokenloom.engine_core.scheduling.step_reports")
+    core = traced_core(ObservabilityConfig(log_iterations=True, trace_steps=True))
+    core.add_request(msgspec.structs.replace(make_request("a", [1, 2, 3], 4), is_traced=True))
+    assert len(spans_of(core)["a"]) == len(caplog.records) == 4
+    assert as_observer(None, None) is None
+    traces = StepTraces({})
+    assert as_observer(None, traces) is traces
     core.shutdown()

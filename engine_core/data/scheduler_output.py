@@ -160,7 +160,7 @@ class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
         return bits.astype(np.bool_)
 
 
-class StepTimes(msgspec.Struct, array_like=True, gc=False):
+class WorkerTimes(msgspec.Struct, array_like=True, gc=False):
     """Says how long the parts of a step took in the worker."""
 
     forward_ns: int
@@ -198,7 +198,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Results of the pooling requests whose prompts are complete; they sample no token."""
     num_verified: dict[str, int] = {}
     """How many drafts of each request the step verified, of those that had any."""
-    times: StepTimes | None = None
+    times: WorkerTimes | None = None
     """If steps are traced."""
 
 

@@ -12,7 +12,7 @@ import msgspec
 from ..data.config import ObservabilityConfig
 from ..data.messages import EngineCoreOutput, SchedulerStats, StepSpan
 from ..data.request import Request
-from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput, StepTimes
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput, WorkerTimes
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class StepTraces:
         began, schedule_ns = self._begun.popleft()
         if not self._traced:
             return
-        times, ended, num_scheduled = result.times or StepTimes(0, 0), self._clock(), scheduled.num_scheduled_tokens
+        times, ended, num_scheduled = result.times or WorkerTimes(0, 0), self._clock(), scheduled.num_scheduled_tokens
         for request_id, kept in self._traced.items():
             num_tokens, request = num_scheduled.get(request_id), self._requests.get(request_id)
             if num_tokens is None or request is None:

@@ -12,7 +12,7 @@ from tokenloom.engine_core.data.scheduler_output import (
     ModelRunnerOutput,
     PendingOutput,
     SchedulerOutput,
-    StepTimes,
+    WorkerTimes,
 )
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.process.uncollected_imports import uncollected_imports
@@ -51,7 +51,7 @@ class TracedWorker:
 
         def timed(output: ModelRunnerOutput) -> ModelRunnerOutput:
             if output.times is None:  # a promise is kept once, and may be asked for it again
-                output.times = StepTimes(forward_ns, self._clock() - began)
+                output.times = WorkerTimes(forward_ns, self._clock() - began)
             return output
 
         return timed(output) if isinstance(output, ModelRunnerOutput) else _TimedOutput(output, timed)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tokenloom.engine_core.data.config import EngineConfig, ObservabilityConfig, WorkerConfig
-from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, StepTimes
+from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, WorkerTimes
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.services.engine.core.workers import TracedWorker, make_worker
 
@@ -47,7 +47,7 @@ def test_times_of_the_halves_of_a_step(promises: bool) -> None:
     if promises:
         assert output.result() is output.result()
         output = output.result()
-    assert output.times == StepTimes(5, 7)
+    assert output.times == WorkerTimes(5, 7)
     assert output.sampled_token_ids == [[1]]
     assert worker.name == "halves"
 

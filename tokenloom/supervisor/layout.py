@@ -17,6 +17,7 @@ from msgspec import Meta, Struct, field, json, structs
 
 from tokenloom.services.runtime.addresses import STREAMS_SUFFIX, Address
 
+from .control import CONTROL_SOCKET
 from .part_spec import PartSpec
 from .ports import GatewayPorts
 
@@ -155,6 +156,8 @@ class MeshOptions(Struct, frozen=True):
     them from the supervisor's environment either."""
     common_flags: tuple[str, ...] = ()
     """More flags for every part."""
+    page_kills: bool = False
+    """Whether the gateways' page has a button that kills an engine."""
 
     @property
     def engine_roles(self) -> list[str]:
@@ -268,6 +271,7 @@ class _Layout:
             *("--output-processors", self._all("output_processor", options.output_processors)),
             *self._coordinator(0),
             *(("--meshes", str(self._directory / MESHES)) if options.more_models else ()),
+            *(("--page-kills", str(self._directory / CONTROL_SOCKET)) if options.page_kills else ()),
             *(word for flag, number in descriptors.items() for word in (flag, str(number))),
         )
         part = self._part("gateway", index, flags, listen=str(Address(host=options.host, port=ports.grpc)))

@@ -236,7 +236,7 @@ async def supervise(mesh: Mesh, work: Work) -> MeshOutcome:
     """Run `work` with a given mesh in the same way, within an event loop."""
     interrupted = asyncio.Event()
     with _signals(interrupted, mesh.kill):
-        async with mesh, served(mesh.resize_engines, mesh.directory):
+        async with mesh, served(mesh.resize_engines, lambda: mesh.crash_engine().spec.name, mesh.directory):
             await _until(interrupted, asyncio.create_task(work(mesh)))
             return MeshOutcome(clean=await mesh.drain(), interrupted=interrupted.is_set())
 

@@ -415,6 +415,10 @@ class MeshState(msgspec.Struct):
     parts: Annotated[list[MeshPart], Meta(description="The parts other than engines.")]
     engines: Annotated[list[dict[str, Any]], Meta(description="Engines by name, with state, load and KV usage.")]
     kv_links: Annotated[list[KvLinkState], Meta(description="Which engine sent KV blocks to which.")]
+    kill_engine: Annotated[
+        dict[str, str] | None,
+        Meta(description="In a demo the path and the token by which the page kills an engine; null otherwise."),
+    ] = None
 
 
 class TrafficColumns(msgspec.Struct):

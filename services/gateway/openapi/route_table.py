@@ -400,8 +400,9 @@ OLLAMA_PULL = _route(
     error=ollama.OllamaErrorResponse,
 )
 
-# What the document leaves out: pages, and what Ollama's clients may ask for and a mesh refuses.
+# What the document leaves out: pages, the button of a demo, and what Ollama's clients may ask for and a mesh refuses.
 ROOT = _route("GET", "/", is_open=True)  # clients ask for HEAD / to learn whether a server is there
+KILL_ENGINE = _route("POST", "/mesh/kill_engine")
 DOCUMENT = _route("GET", "/openapi.json", is_open=True)
 DOCUMENT_PAGE = _route("GET", "/docs", is_open=True)
 OLLAMA_MANAGEMENT = (

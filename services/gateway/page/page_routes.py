@@ -1,14 +1,22 @@
 """Lists the routes of the page: its files, and what it shows as JSON."""
 
+import asyncio
 import hashlib
+import hmac
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
 from importlib.resources.abc import Traversable
-from urllib.parse import parse_qs
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
+import msgspec
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2
 from tokenloom.v1.types_pb2 import MediaKind
@@ -181,8 +189,71 @@ def _file(name: str, content: bytes) -> StaticFile:
     return StaticFile(content, _TYPES[name.rpartition(".")[2]], f'"{digest}"'.encode())
 
 
-def page_routes(meshes: ServedMeshes, host: Host, counts: ResponseCounts, root: Handler) -> Routes:
-    """Return the routes. ``root``: answers clients other than browsers at ``/``."""
+_TOKEN_HEADER = b"x-tokenloom-kill-token"
+_KILL_SECONDS = 5.0
+_MOST_BYTES = 1 << 16
+
+
+class KillButton:
+    """Kills an engine for the page of a demo: for a page of this machine only, with the token of this start."""
+
+    def __init__(self, control: Path) -> None:
+        """``control``: the supervisor's socket."""
+        self._control = control
+        self._token = secrets.token_urlsafe(24)
+
+    def state(self) -> dict[str, str]:
+        """Return what the page needs for the request."""
+        return {"path": route_table.KILL_ENGINE.path, "header": _TOKEN_HEADER.decode(), "token": self._token}
+
+    async def __call__(self, exchange: HttpExchange) -> None:
+        """Answer with the engine's name. Raises ``PermissionDenied``, and ``Unavailable`` if too few engines serve."""
+        self._check(exchange.headers)
+        answer = await self._ask()
+        if error := answer.get("error"):
+            raise errors.Unavailable(f"No engine was killed: {error}.")
+        await exchange.respond(
+            200, encode_json({"engine": answer["engine"]}), headers=[(b"cache-control", b"no-store")]
+        )
+
+    def _check(self, headers: Mapping[bytes, bytes]) -> None:
+        # The general check of Origin accepts its absence and whatever --cors-origins names; this one does not.
+        origin = headers.get(b"origin", b"")
+        scheme, _, site = origin.partition(b"://")
+        if scheme not in (b"http", b"https") or site != headers.get(b"host") or not _is_loopback(site):
+            raise errors.PermissionDenied("Only the page of a gateway on this machine kills an engine (Origin, Host).")
+        if not hmac.compare_digest(headers.get(_TOKEN_HEADER, b""), self._token.encode()):
+            raise errors.PermissionDenied(
+                f"{_TOKEN_HEADER.decode()} must hold the token of /mesh; load the page again."
+            )
+
+    async def _ask(self) -> dict[str, str]:
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(self._control, limit=_MOST_BYTES)
+                try:
+                    writer.write(b'{"kind":"crash"}\n')
+                    return msgspec.json.decode(await reader.readuntil(), type=dict[str, str])
+                finally:
+                    writer.close()
+        except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
+            raise errors.Unavailable(f"The supervisor of the demo does not answer: {error!r}.") from None
+
+
+def _is_loopback(site: bytes) -> bool:
+    try:
+        name = urlsplit(b"//" + site).hostname or b""
+        return name == b"localhost" or Address(host=name.decode()).is_local
+    except ValueError:
+        return False
+
+
+def page_routes(
+    meshes: ServedMeshes, host: Host, counts: ResponseCounts, root: Handler, kills: Path | None = None
+) -> Routes:
+    """Return the routes. ``root``: answers clients other than browsers at ``/``. ``kills``: the supervisor's socket, by
+    which the page may kill an engine; None: it may not."""
+    button = KillButton(kills) if kills is not None else None
     traffics = Traffics(meshes, counts)
     host.spawn(traffics.run(), name="traffic of the last ten minutes")
     files = static_files()
@@ -191,10 +262,14 @@ def page_routes(meshes: ServedMeshes, host: Host, counts: ResponseCounts, root: 
         wants_page = b"text/html" in exchange.headers.get(b"accept", b"")
         await (files[INDEX] if wants_page else root)(exchange)
 
+    kill_engine = {"kill_engine": button.state() if button else None}
     return {
         route_table.ROOT: index,
+        **({route_table.KILL_ENGINE: button} if button else {}),
         **{Route("GET", PAGE_FILES + name, is_open=True): file for name, file in files.items() if name != INDEX},
-        route_table.MESH: _json(meshes, lambda mesh: {"models": list(meshes.states()), **mesh_state(mesh)}),
+        route_table.MESH: _json(
+            meshes, lambda mesh: {"models": list(meshes.states()), **mesh_state(mesh), **kill_engine}
+        ),
         route_table.TRAFFIC: _json(meshes, lambda mesh: traffics.of(mesh).columns()),
     }
 

@@ -85,7 +85,7 @@ def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, c
     status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.models)
     return {
         **status.routes(),
-        **(page_routes(meshes, host, counts, status.root) if settings.page else {}),
+        **(page_routes(meshes, host, counts, status.root, settings.page_kills) if settings.page else {}),
         **ollama_status_routes(meshes, started_at()),
         **document_routes(mesh.health.limits, admin=settings.has_admin, batches=settings.batch_dir is not None),
     }

@@ -8,7 +8,7 @@ from msgspec import Meta
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningParserName
 from tokenloom.request.tool_format import ToolParserName
-from tokenloom.services.runtime.addresses import parse_member
+from tokenloom.services.runtime.addresses import parse, parse_member
 from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
@@ -122,6 +122,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     page: Annotated[
         bool, "Serve a page for browsers at /: the mesh, a playground and the last ten minutes of traffic."
     ] = True
+    page_kills: Annotated[
+        Path | None,
+        "Socket of the supervisor by which a button of the page kills an engine, as tokenloom demo --keep sets it. "
+        "--http-listen must be an address of this machine alone.",
+    ] = None
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
     tool_call_parser: Annotated[
         ToolParserName,
@@ -286,6 +291,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if self.meshes is not None and not self.served_model_name:
             raise ValueError("--meshes needs --served-model-name: requests name the model")
+        if self.page_kills is not None and not (self.page and parse(self.http_listen).is_local):
+            raise ValueError(
+                "--page-kills needs --page, and --http-listen with a loopback address such as 127.0.0.1:8000"
+            )
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
         if self.max_body_bytes_in_flight < self.max_body_bytes:

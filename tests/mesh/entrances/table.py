@@ -127,6 +127,7 @@ TABLE: Mapping[str, Row] = {
     **_each("GET /v1/models, GET /v1/models/tokenloom-demo, GET /v1/models/*, GET /model_info", _READS),
     **_each("GET /version, GET /load, GET /server_info, GET /metrics, GET /mesh, GET /traffic", _READS),
     **_each("GET /api/tags, GET /api/ps, GET /api/version, POST /api/show, POST /api/pull", _READS),
+    "POST /mesh/kill_engine": _READS,
     **_each("POST /api/create, POST /api/copy, POST /api/push, DELETE /api/delete", _READS),
     **_each("Inference/Cancel, Inference/ListModels", _READS),
     **_each("GRPCInferenceService/ServerLive, GRPCInferenceService/ServerReady", _READS),

@@ -83,7 +83,10 @@ def mesh_options(mesh_dir: Path) -> dict[str, Any]:
     keys = mesh_dir / "keys.toml"
     keys.write_text("\n".join(tables))
     gateway = {"api_key_file": keys, "cache_salt_secret": "s" * 32, "admin_api_key": ["admin"]}
-    return {"engine": {"hash_step_seconds": 0.005}, "gateway": gateway | {"batch_dir": mesh_dir / "gateway-0.d"}}
+    return {
+        "engine": {"hash_step_seconds": 0.005},
+        "gateway": gateway | {"batch_dir": mesh_dir / "gateway-0.d", "page_kills": mesh_dir / "none.sock"},
+    }
 
 
 @dataclass

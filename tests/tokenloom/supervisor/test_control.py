@@ -2,13 +2,14 @@
 
 import asyncio
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from tokenloom.supervisor.control import Resized, ResizeRequest, ask
+from tokenloom.supervisor.control import CONTROL_SOCKET, Resized, ResizeRequest, ask
 from tokenloom.supervisor.layout import MeshOptions, engines_of
 from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
 from tokenloom.supervisor.output import LineCopier
@@ -48,6 +49,26 @@ async def test_engines_are_started_and_stopped_while_the_others_run(
         assert await resize(socket_dir, 1) == Resized([], ["engine-1", "engine-2"])
         assert [state.pid for state in mesh.states("engine")] == [first]
         assert (await resize(socket_dir, 4)).error == "there is room for three"
+
+    assert await supervise(mesh, work) == MeshOutcome(interrupted=False, clean=True)
+
+
+async def test_an_engine_is_killed_and_comes_back(make_spec: MakeSpec, socket_dir: Path, output: LineCopier) -> None:
+    mesh = make_mesh(make_spec, socket_dir, output)
+
+    async def crash() -> dict[str, str]:
+        reader, writer = await asyncio.open_unix_connection(socket_dir / CONTROL_SOCKET)
+        writer.write(b'{"kind":"crash"}\n')  # as the gateway writes it
+        answer = json.loads(await reader.readline())
+        writer.close()
+        return answer
+
+    async def work(mesh: Mesh) -> None:
+        await mesh.wait_serving()
+        assert "1 of the engines serve now" in (await crash())["error"]
+        await resize(socket_dir, 2)
+        assert await crash() == {"engine": "engine-1", "error": ""}
+        await mesh.parts[2].restarted(0)
 
     assert await supervise(mesh, work) == MeshOutcome(interrupted=False, clean=True)
 

@@ -39,6 +39,9 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the mesh until Ctrl-C, with a page whose button kills an engine.")
+    ] = False,
 ) -> None:
     """Start a whole mesh, chat once through it, kill an engine during the same answer, and stop it."""
     with uncollected_imports():
@@ -48,4 +51,4 @@ def demo(
         image = PACKAGED[PICTURE_MODEL_NAME] / "example.png"
     asked = prompt or (PROMPT if image is None else IMAGE_PROMPT)
     num_kills = kills if kills is not None else int(image is None)
-    run_demo(asked, image, model, max_tokens, speculative_config, num_kills)
+    run_demo(asked, image, model, max_tokens, speculative_config, num_kills, keep=keep)

@@ -39,7 +39,7 @@ _WIDTH = 32
 
 
 def run_demo(
-    prompt: str, image: Path | None, model: str, max_tokens: int, speculative_config: str, num_kills: int
+    prompt: str, image: Path | None, model: str, max_tokens: int, speculative_config: str, num_kills: int, *, keep: bool
 ) -> None:
     """Print the answers, and exit with the status of the mesh.
 
@@ -49,6 +49,7 @@ def run_demo(
         max_tokens: The longest answer.
         speculative_config: How the engines draft tokens.
         num_kills: How often an engine is killed during the answer.
+        keep: Whether the mesh stays until Ctrl-C, with a page that kills engines.
     """
     path, name = model_directory(model, None)
     options = MeshOptions(
@@ -62,6 +63,7 @@ def run_demo(
             "engine": _engine_flags(path, speculative_config),
         },
         drain_timeout=5.0,
+        page_kills=keep,
     )
     with reported():
         check_models([path], options)
@@ -90,6 +92,9 @@ def run_demo(
             await _ask_adapters(console, server, name)
         if num_kills:
             await _Kills(console, mesh, server, body, prompt, answer.text).run(num_kills)
+        if keep:
+            console.print(f"\nthe page at http://{http}/ has a button that kills an engine; Ctrl-C stops the mesh")
+            await mesh.wait_failed()
 
     try:
         with reported():
@@ -99,7 +104,7 @@ def run_demo(
         raise
     last = Text("all parts have stopped", "dim") if outcome.clean else Text("a part had to be killed", "red")
     console.print(last)
-    raise typer.Exit(INTERRUPTED if outcome.interrupted else not outcome.clean)
+    raise typer.Exit(INTERRUPTED if outcome.interrupted and not keep else not outcome.clean)
 
 
 def _engine_flags(path: Path, speculative_config: str) -> tuple[str, ...]:

@@ -19,8 +19,7 @@ const describe = async (response) => {
 };
 
 /** Return the response. Raises ApiError, and AbortError once `signal` is aborted. `key`: api or admin. */
-export const call = async (path, { method = "GET", body, key = "api", signal } = {}) => {
-  const headers = {};
+export const call = async (path, { method = "GET", body, key = "api", signal, headers = {} } = {}) => {
   if (readKey(key)) headers.authorization = `Bearer ${readKey(key)}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;

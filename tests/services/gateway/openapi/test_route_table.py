@@ -29,7 +29,7 @@ def test_no_documented_route_is_forgotten_by_the_document() -> None:
 
 
 async def test_a_gateway_serves_the_table(socket_dir: Path) -> None:
-    settings = {"admin_api_key": ("k",), "batch_dir": socket_dir / "batches"}
+    settings = {"admin_api_key": ("k",), "batch_dir": socket_dir / "batches", "page_kills": socket_dir / "control.sock"}
     async with FakeMesh(socket_dir).gateway(**settings) as mesh:
         assert mesh.service is not None
         served = {(method, path) for path, methods in mesh.service.routes.items() for method in methods}

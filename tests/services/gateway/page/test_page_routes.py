@@ -1,5 +1,6 @@
 """The gateway serves the page at ``/`` and what it shows."""
 
+import asyncio
 import posixpath
 import re
 from pathlib import Path
@@ -102,3 +103,44 @@ async def test_traffic_of_the_last_interval(mesh: FakeMesh, http: httpx.AsyncCli
     assert 0 < traffic["output_tokens_per_second"][0] <= 3 / INTERVAL_SECONDS
     assert 0 < traffic["hit_share"][0] < 1
     assert (traffic["running"], traffic["waiting"], traffic["kv_usage"]) == ([3], [2], [0.25])
+
+
+async def test_the_button_kills_for_a_page_of_this_machine_with_the_token_only(socket_dir: Path) -> None:
+    control, asked = socket_dir / "control.sock", list[bytes]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.write(b'{"engine":"engine-1","error":""}\n' if len(asked) < 2 else b'{"error":"1 of the engines"}\n')
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, control)
+    async with FakeMesh(socket_dir).gateway(page_kills=control) as mesh, mesh.http() as http:
+        button = (await http.get("/mesh")).json()["kill_engine"]
+        own = f"http://{http.base_url.netloc.decode()}"
+        right = {"origin": own, button["header"]: button["token"]}
+        for wrong in (
+            {},
+            {"origin": own},
+            {button["header"]: button["token"]},
+            right | {"origin": "null"},
+            right | {"origin": "http://evil.example"},
+            right | {"origin": "http://evil.example", "host": "evil.example"},
+            right | {button["header"]: button["token"][:-1]},
+        ):
+            assert (await http.post(button["path"], headers=wrong)).status_code == 403, wrong
+        assert asked == []
+        assert (await http.get(button["path"], headers=right)).status_code == 405
+        killed = await http.post(button["path"], headers=right)
+        assert (killed.status_code, killed.json()) == (200, {"engine": "engine-1"})
+        refused = await http.post(button["path"], headers=right)
+        assert refused.status_code == 503
+        assert "1 of the engines" in refused.text
+        server.close()
+        assert (await http.post(button["path"], headers=right)).status_code == 503, "the supervisor has ended"
+    assert asked == [b'{"kind":"crash"}\n'] * 2
+
+
+async def test_without_a_demo_there_is_no_button(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/mesh")).json()["kill_engine"] is None
+    assert (await http.post("/mesh/kill_engine")).status_code == 404

@@ -24,6 +24,9 @@ def test_settings_from_flags() -> None:
         ["--admin-api-key", ""],
         ["--tool-call-parser", "guess"],
         ["--reasoning-parser", "guess"],
+        ["--page-kills", "/control.sock", "--http-listen", "0.0.0.0:8000", "--insecure"],
+        ["--page-kills", "/control.sock", "--http-listen", "host.example:8000", "--insecure"],
+        ["--page-kills", "/control.sock", "--no-page"],
     ],
 )
 def test_bad_settings(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,3 +35,10 @@ def test_bad_settings(flags: list[str], capsys: pytest.CaptureFixture[str]) -> N
         GatewaySettings.load([*argv, *flags])
     assert caught.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+def test_a_page_of_this_machine_alone_may_kill_engines() -> None:
+    argv = ["--tokenizers", "unix:/a", "--output-processors", "unix:/b", "--coordinator", "unix:/c"]
+    for listen in ("127.0.0.1:8000", "[::1]:8000", "localhost:8000"):
+        settings = GatewaySettings.load([*argv, "--page-kills", "/control.sock", "--http-listen", listen])
+        assert settings.page_kills is not None

@@ -2,6 +2,7 @@
 
 import { byId, html, setText } from "../dom.js";
 import { askForKeys, readKey } from "../keys.js";
+import { KillButton } from "./kill_button.js";
 import { MeshEvents } from "./mesh_events.js";
 import { MeshMap } from "./mesh_map.js";
 import { onModel, showModels } from "../model.js";
@@ -47,6 +48,7 @@ const showLinks = (links) => {
 export const startMesh = () => {
   const map = new MeshMap(byId("map"));
   const events = new MeshEvents(byId("events"));
+  const killButton = new KillButton((text, kind) => events.add(text, kind));
   let asked = false;
 
   const show = (mesh) => {
@@ -56,6 +58,7 @@ export const startMesh = () => {
     map.show(mesh);
     events.show([...mesh.parts, ...mesh.engines]);
     showLinks(mesh.kv_links);
+    killButton.show(mesh.kill_engine);
   };
   const fail = (error) => {
     if (error.status === 401) {
@@ -64,7 +67,7 @@ export const startMesh = () => {
       asked = true;
     } else if (error.status === 0) {
       showHealth("bad", "The gateway does not answer");
-      events.add("The gateway does not answer", "bad");
+      events.silent();
       map.showGateway("lost");
     } else {
       showHealth("bad", error.message);

@@ -10,22 +10,26 @@ export class MeshEvents {
   constructor(root) {
     this.root = root;
     this.states = null; // by name; null until the mesh has been seen
-    this.last = "";
+    this.isSilent = false;
   }
 
   /** Compare the states of all parts with those seen before. */
   show(parts) {
     const states = new Map(parts.map((part) => [part.name, part.state]));
-    if (this.last) this.add("The gateway answers again", "ok");
+    if (this.isSilent) this.add("The gateway answers again", "ok");
     if (this.states) this.compare(this.states, states);
     this.states = states;
-    this.last = "";
+    this.isSilent = false;
   }
 
-  /** Add a line, unless it is the last one already. `level`: ok, warn or bad. */
+  /** Say, once, that the gateway does not answer. */
+  silent() {
+    if (!this.isSilent) this.add("The gateway does not answer", "bad");
+    this.isSilent = true;
+  }
+
+  /** Add a line. `level`: ok, warn or bad. */
   add(text, level) {
-    if (text === this.last) return;
-    this.last = text;
     const line = html("li", { class: level }, html("time", {}, timeOfDay(new Date())), ` ${text}`);
     this.root.prepend(line);
     while (this.root.children.length > MAX_EVENTS) this.root.lastChild.remove();
@@ -34,7 +38,7 @@ export class MeshEvents {
   /** Begin again: the parts are those of another mesh. */
   forget() {
     this.states = null;
-    this.last = "";
+    this.isSilent = false;
     this.root.replaceChildren();
   }
 

@@ -239,7 +239,7 @@ clients: install ## run unmodified client libraries against one mesh, each in it
 	$(BIN)/python -m tests.clients.run
 	$(BIN)/python -m tests.clients.agent_turns
 
-browser: install ## use the pages / and /docs in a real browser, and take pictures of / (Debian: chromium, fonts-inter)
+browser: install ## use the pages / and /docs in a real browser, and take pictures of / (Debian: chromium, fonts-inter; Node.js)
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 	$(BIN)/python -m tests.services.gateway.page.check_page
 

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import psutil
 
 from tokenloom.model_files.model_path import DEMO_MODEL, PACKAGED
@@ -46,6 +48,25 @@ def test_an_answer_goes_on_with_the_same_text_when_its_engine_is_killed(socket_d
     assert "[engine-1 is killed]" in done.stdout
     assert ENGINE_WENT_ON.findall(done.stdout) == ["1", "2"], "the second one after the engine has restarted"
     assert "2 kills during answers: 0 broken, 2 continued by another engine, 0 with another text" in done.stdout
+
+
+def test_a_kept_demo_kills_an_engine_for_its_page_and_ends_in_order(socket_dir: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(socket_dir), "PYTHONUNBUFFERED": "1"}
+    command = (*COMMAND, "--keep", "--kills", "0")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as demo:
+        assert demo.stdout is not None
+        found = (re.search(r"the page at (http://[\w.:]+)/ has a button", line) for line in demo.stdout)
+        url = next(match[1] for match in found if match)
+        button = httpx.get(f"{url}/mesh").json()["kill_engine"]
+        headers = {"origin": url, button["header"]: button["token"]}
+        assert httpx.post(url + button["path"], headers=headers | {"origin": "http://evil.example"}).status_code == 403
+        killed = httpx.post(url + button["path"], headers=headers)
+        assert (killed.status_code, killed.json()) == (200, {"engine": "engine-1"}), "the one that decodes"
+        again = httpx.post(url + button["path"], headers=headers)
+        assert again.status_code == 503, "the other one has to go on with the answers"
+        assert "1 of the engines serve now" in again.text
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait() == 0
 
 
 def test_a_picture_is_shown_and_described(socket_dir: Path) -> None:

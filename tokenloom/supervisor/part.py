@@ -90,6 +90,7 @@ class SupervisedPart:
         """Kill the process with all that it started, as a failure would; :meth:`keep` starts another one."""
         if self._process is not None:
             self._process.kill_group()
+            self._report(False)  # now, before its end is noticed: who asks whether another one serves must not count it
 
     async def restarted(self, restarts: int) -> None:
         """Return when the part serves again after a process that was killed when it had ``restarts``."""

@@ -42,7 +42,7 @@ from ..openapi.request_schemas import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from ..page.page_routes import page_routes
+from ..page.page_routes import page_routes, static_files
 from ..pooling.pooling_api import PoolingApi, PoolingEndpoint
 from ..pooling.scores import RerankApi, ScoreApi
 from ..pooling.vectors import ClassifyApi, EmbeddingsApi, PoolApi
@@ -194,7 +194,11 @@ def _document(*, admin: bool, embeds: bool, batches: bool) -> bytes:
 
 @cache
 def _page() -> bytes:
-    return resources.files(__package__).joinpath("openapi.html").read_bytes()
+    """Return the page that shows the document: it holds the style of the page at ``/``, which may not be served."""
+    page, files = resources.files(__package__).joinpath("openapi.html").read_bytes(), static_files()
+    # Inside of HTML the namespace of SVG goes without saying.
+    icon = files["icon.svg"].content.replace(b' xmlns="http://www.w3.org/2000/svg"', b' width="26" aria-hidden="true"')
+    return page.replace(b"/* base.css */", files["base.css"].content).replace(b"<!-- icon.svg -->", icon)
 
 
 async def _docs(exchange: HttpExchange) -> None:

@@ -68,6 +68,7 @@ async def test_an_engine_is_killed_and_comes_back(make_spec: MakeSpec, socket_di
         assert "1 of the engines serve now" in (await crash())["error"]
         await resize(socket_dir, 2)
         assert await crash() == {"engine": "engine-1", "error": ""}
+        assert "1 of the engines serve now" in (await crash())["error"], "at once"
         await mesh.parts[2].restarted(0)
 
     assert await supervise(mesh, work) == MeshOutcome(interrupted=False, clean=True)

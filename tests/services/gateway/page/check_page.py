@@ -9,12 +9,12 @@ import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tests.e2e.conftest import Served, serving
 from tests.services.gateway.page.check_chats import ChatChecks
 from tests.services.gateway.page.check_markdown import MarkdownChecks
 from tests.services.gateway.page.check_pictures import check_pictures
+from tests.services.gateway.page.check_tasks import check_tasks
 from tests.services.gateway.page.chromium import Page, page
 from tests.services.gateway.page.other_clients import other_clients
 from tests.services.gateway.page.page_audit import CONTRASTS, FOCUS, MIN_CONTRAST, UNNAMED, Findings
@@ -220,18 +220,6 @@ class Checks(Findings):
         wide = await self.tab.run("document.documentElement.scrollWidth")
         self.expect(wide <= WIDTH, f"{scheme}: the page fits into {WIDTH} pixels")
 
-    def network(self) -> None:
-        """Look at every request of the tab."""
-        home = urlsplit(self.served.url).netloc
-        urls = self.tab.requested()
-        others = {
-            url for url in urls if urlsplit(url).netloc != home and not url.startswith(("data:", "about:", "blob:"))
-        }
-        self.expect(not others, f"{len(urls)} requests, none to another host {others or ''}")
-        self.expect(not any(KEY in url for url in urls), "no key in a URL")
-        complaints = [each for each in self.tab.complaints() if "401" not in each]
-        self.expect(not complaints, f"the browser complains about nothing {complaints or ''}")
-
 
 async def check(served: Served, directory: Path) -> list[str]:
     """Return what is not as it should be."""
@@ -256,7 +244,7 @@ async def check(served: Served, directory: Path) -> list[str]:
         await markdown.check()
         chats = ChatChecks(tab)
         await chats.check()
-        checks.network()
+        checks.network(served.url, KEY, expected=("401",))
         return checks.wrong + markdown.wrong + chats.wrong
 
 
@@ -270,6 +258,7 @@ def main() -> int:
         wrong = asyncio.run(check(served, Path(directory)))
         served.stop(signal.SIGTERM)
         wrong += check_pictures(serve, Path(directory) / "images")
+        wrong += check_tasks(serve, Path(directory) / "tasks")
     return bool(wrong)
 
 

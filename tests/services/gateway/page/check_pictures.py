@@ -221,16 +221,18 @@ class PictureChecks(Findings):
         self.expect(all(visible for name, visible in seen if name != "BODY"), f"every stop shows its focus {seen}")
 
     async def reload(self) -> None:
-        """Load the page again, which forgets the conversation and its pictures, and ask about another one."""
-        await self.tab.call("Page.reload")
-        await self.tab.until("document.readyState === 'complete' && !document.querySelector('#add-pictures').hidden")
+        """Load the page again, which forgets pictures that were not sent and keeps the conversation with the others."""
+        await self.tab.reload()
+        await self.tab.until("!document.querySelector('#add-pictures').hidden")
         await self.attached(0)
-        count = await self.tab.run("document.querySelectorAll('.message').length")
-        await self.set("Temperature", "0")
-        await self.choose("red square")
+        await self.new_chat()
+        await self.choose("blue circle")
         await self.attached(1)
-        answer = await self.ask(WHAT)
-        self.expect(count == 0 and "red square" in answer, f"after a reload: {answer!r}")
+        await self.ask(WHAT)
+        await self.tab.reload()
+        await self.tab.until("document.querySelector('.message.user img')?.naturalWidth === 240")
+        answer = await self.ask("What colour is the circle?")
+        self.expect("blue" in answer, f"a picture is there after a reload: {answer!r}")
 
 
 def _delta(line: str) -> str:

@@ -28,6 +28,8 @@ _LIMIT = 64 << 20
 SECONDS = 120.0
 """Bound of every wait: a hang is a failure."""
 _MODIFIERS = {"Shift": 8}
+_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "Space": 32, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+"""Names of keys, with the codes that Windows gives them."""
 
 
 class PageFailed(Exception):
@@ -63,6 +65,12 @@ class Browser:
         async with asyncio.timeout(SECONDS):
             return await answer
 
+    async def tab(self) -> "Page":
+        """Open an empty tab."""
+        target = await self.call("Target.createTarget", url="about:blank")
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        return Page(self, attached["sessionId"])
+
 
 class Page:
     """One tab."""
@@ -73,17 +81,31 @@ class Page:
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         return await self._browser.call(method, self._session, **params)
 
+    async def another(self) -> "Page":
+        """Open one more tab of the same browser."""
+        return await self._browser.tab()
+
     async def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete'")
 
+    async def reload(self) -> None:
+        """Load the page again."""
+        await self.run("window.isOld = true")
+        await self.call("Page.reload")
+        await self.until("window.isOld === undefined && document.readyState === 'complete'")
+
     async def show(self, width: int, height: int, scheme: str = "light", motion: str = "reduce") -> None:
         """Set the size in CSS pixels, and what the user prefers."""
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
+        await self.prefer(scheme, motion)
+
+    async def prefer(self, scheme: str, motion: str = "reduce") -> None:
+        """Set the colour scheme and the motion that the user prefers."""
         features = [
             {"name": "prefers-color-scheme", "value": scheme},
             {"name": "prefers-reduced-motion", "value": motion},
@@ -98,9 +120,10 @@ class Page:
         return result["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """Wait until an expression is true. Raises ``TimeoutError`` naming it."""
+        """Wait until an expression, or the promise that it is, is true. Raises ``TimeoutError`` naming it."""
         script = (
-            f"new Promise((done) => {{const ask = () => ({condition}) ? done(true) : setTimeout(ask, 20); ask();}})"
+            "new Promise((done, fail) => {const ask = async () => "
+            f"(await ({condition})) ? done(true) : setTimeout(() => ask().catch(fail), 20); ask().catch(fail);}})"
         )
         try:
             await self.run(script)
@@ -109,14 +132,13 @@ class Page:
 
     async def press(self, *keys: str) -> None:
         """Press keys one after the other: ``Tab``, ``Shift+Tab``, ``Enter``, ``Escape``, ``ArrowLeft`` …"""
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, "Space": 32}
         for each in keys:
             *held, key = each.split("+")
             text = {"Enter": "\r", "Space": " "}.get(key, "")
             about: dict[str, Any] = {
                 "key": " " if key == "Space" else key,
                 "code": key,
-                "windowsVirtualKeyCode": codes[key],
+                "windowsVirtualKeyCode": _KEYS[key],
                 "modifiers": sum(_MODIFIERS[name] for name in held),
             }
             await self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
@@ -166,9 +188,7 @@ async def page(profile: Path) -> AsyncIterator[Page]:
     try:
         browser = await _connect(to_browser, from_browser)
         reading = asyncio.create_task(browser.read())
-        target = await browser.call("Target.createTarget", url="about:blank")
-        attached = await browser.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        yield Page(browser, attached["sessionId"])
+        yield await browser.tab()
         reading.cancel()
     finally:
         if process.returncode is None:

@@ -1,6 +1,7 @@
 """Looks for barriers in a page that is open: contrasts that are too low, and controls without a name."""
 
 import json
+from urllib.parse import urlsplit
 
 from tests.services.gateway.page.chromium import Page
 
@@ -25,15 +26,28 @@ class Findings:
             f"[...{place}.querySelectorAll('button')].find((each) => each.textContent === '{text}').click()"
         )
 
-    async def set(self, label: str, value: str) -> None:
+    async def set(self, label: str, value: str, form: str = "#settings") -> None:
         """Set a field of the settings."""
-        script = """((label, value) => {
-          const named = [...document.querySelectorAll('.field')].filter((each) => each.textContent.startsWith(label));
+        script = """((form, label, value) => {
+          const fields = [...document.querySelectorAll(`${form} .field`)];
+          const named = fields.filter((each) => each.textContent.startsWith(label));
           const input = named.at(-1).querySelector('input, select, textarea');
           input.value = value;
           input.dispatchEvent(new Event('input', { bubbles: true }));
         })"""
-        await self.tab.run(f"{script}({json.dumps(label)}, {json.dumps(value)})")
+        await self.tab.run(f"{script}({json.dumps(form)}, {json.dumps(label)}, {json.dumps(value)})")
+
+    def network(self, url: str, *secrets: str, expected: tuple[str, ...] = ()) -> None:
+        """Look at every request of the browser. ``secrets``: what no URL may hold. ``expected``: what is in complaints
+        of the browser that belong to the test."""
+        home, urls = urlsplit(url).netloc, self.tab.requested()
+        others = {
+            each for each in urls if urlsplit(each).netloc != home and not each.startswith(("data:", "about:", "blob:"))
+        }
+        self.expect(not others, f"{len(urls)} requests, none to another host {others or ''}")
+        self.expect(not any(secret in each for each in urls for secret in secrets), "no key in a URL")
+        complaints = [each for each in self.tab.complaints() if not any(text in each for text in expected)]
+        self.expect(not complaints, f"the browser complains about nothing {complaints or ''}")
 
 
 CONTRASTS = """(() => {

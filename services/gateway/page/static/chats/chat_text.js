@@ -4,8 +4,8 @@ import { html } from "../dom.js";
 
 const AUTHORS = { user: "You", assistant: "Model" };
 
-const section = ({ role, content, reasoning, toolCalls, pictures }) => [
-  `## ${AUTHORS[role] ?? role}`,
+const section = ({ role, title, content, reasoning, toolCalls, pictures }) => [
+  `## ${AUTHORS[role] ?? role}${title ? ` ${title}` : ""}`,
   ...pictures.map(({ name }) => `(file ${name})`),
   ...(reasoning ? [reasoning.replaceAll(/^/gm, "> ")] : []),
   ...(content ? [content] : []),

@@ -53,20 +53,11 @@ export class MeshEdges {
       return svg("path", { class: kind + state + flow,
         d: across({ x: start.right, y: start.y }, { x: end.left, y: end.y }) });
     };
-    const [gateway] = of("gateway");
-    const roads = [...of("tokenizer"), ...of("output_processor")].map((part) => line(gateway, part, "road"));
-    for (const coordinator of of("coordinator")) {
-      roads.push(line(gateway, coordinator, "control"));
-      roads.push(...of("engine").map((engine) => line(coordinator, engine, "control")));
-    }
-    for (const encoder of of("encoder")) {
-      roads.push(line(gateway, encoder, "road"));
-      roads.push(...of("engine").map((engine) => line(encoder, engine, "control")));
-    }
-    for (const outputs of of("output_processor")) {
-      roads.push(...of("engine").map((engine) => line(outputs, engine, "road")));
-    }
-    return roads;
+    const lines = (from, to, kind) => of(from).flatMap((each) => of(to).map((other) => line(each, other, kind)));
+    return [...lines("gateway", "tokenizer", "road"), ...lines("gateway", "output_processor", "road"),
+      ...lines("gateway", "coordinator", "control"), ...lines("coordinator", "engine", "control"),
+      ...lines("gateway", "encoder", "road"), ...lines("encoder", "engine", "control"),
+      ...lines("output_processor", "engine", "road")];
   }
 
   /** Return a line for each pair of engines, drawn as moving for a moment after KV blocks were sent. */

@@ -7,6 +7,8 @@ export class Message {
   constructor(role, content = "", pictures = []) {
     this.id = ++lastId;
     this.role = role; // user, assistant or tool
+    this.side = ""; // of an answer in a comparison: a or b; an empty one belongs to both
+    this.title = ""; // of such an answer: its side, and how that is set
     this.content = content;
     this.pictures = pictures; // of a user, and sounds: {name, url}, each a data: URL
     this.reasoning = "";
@@ -63,9 +65,25 @@ export class Conversation {
     return this.messages.flatMap((message) => message.pictures).filter(({ url }) => url);
   }
 
-  /** Return the messages as the API expects them. */
-  forApi() {
-    return this.messages.filter((message) => message.role === "user" || !message.isEmpty).flatMap(apiMessages);
+  /** Return the messages of one side of a comparison as the API expects them; after a comparison, side a goes on. */
+  forApi(side = "") {
+    const other = side === "b" ? "a" : "b";
+    return this.messages.filter((message) => message.side !== other && (message.role === "user" || !message.isEmpty))
+      .flatMap(apiMessages);
+  }
+
+  /** Return an answer with the one that stands beside it, if there is one. */
+  pairOf(message) {
+    const at = this.messages.indexOf(message);
+    const first = message.side === "b" && this.messages[at - 1]?.side === "a" ? at - 1 : at;
+    const isPair = this.messages[first].side === "a" && this.messages[first + 1]?.side === "b";
+    return this.messages.slice(first, first + 1 + isPair);
+  }
+
+  /** Return the last answers: one, or that of each side. */
+  get last() {
+    const answers = this.messages.slice(this.messages.findLastIndex(({ role }) => role === "user") + 1);
+    return ["", "a", "b"].map((side) => answers.findLast((message) => message.side === side)).filter(Boolean);
   }
 }
 

@@ -35,8 +35,10 @@ export class MessageView {
     this.error = html("p", { class: "problem", role: "alert", hidden: true });
     this.foot = html("div");
     this.bar = html("span", { class: "message-actions" });
-    this.root = html("article", { class: `message ${message.role}`, "aria-label": AUTHORS[message.role] },
-      html("header", {}, html("b", {}, AUTHORS[message.role]), this.bar),
+    const author = message.title || AUTHORS[message.role];
+    const side = message.side && ` side-${message.side}`;
+    this.root = html("article", { class: `message ${message.role}${side}`, "aria-label": author },
+      html("header", {}, html("b", {}, author), this.bar),
       this.reasoning, this.pictures, this.text, this.tools, this.cut, this.error, this.foot);
     this.tokens = null;
     this.showsTokens = true;

@@ -6,11 +6,12 @@ import { startChats } from "../chats/chat_dialog.js";
 import { KeptChat } from "../chats/kept_chat.js";
 import { receive } from "./answer_stream.js";
 import { startCodeDialog } from "./code_dialog.js";
+import { Comparison } from "./comparison.js";
 import { Conversation, Message, contentOf } from "./conversation.js";
 import { aboutModel } from "./first_questions.js";
 import { MessageView } from "./message_view.js";
 import { Pictures } from "./pictures.js";
-import { measured, requestBody } from "./request_body.js";
+import { measured } from "./request_body.js";
 import { Settings } from "./settings.js";
 
 const NEAR = 60; // pixels from the end within which the list follows the answer
@@ -19,17 +20,18 @@ class Playground {
   constructor() {
     this.conversation = new Conversation();
     this.settings = new Settings(byId("settings"));
+    this.comparison = new Comparison(this.settings, () => this.changed());
     this.views = new Map(); // by message
     this.list = byId("messages");
     this.draft = byId("draft");
-    this.live = null; // the AbortController of the answer that streams
+    this.live = null; // the AbortController of the answers that stream
     this.pictures = new Pictures(); // that the next message shows
     this.actions = {
       regenerate: (message) => this.again(message),
       edited: (message, text, pictures) => this.edited(message, text, pictures),
       answered: () => this.answered(),
     };
-    this.kept = new KeptChat(() => ({ messages: this.conversation.messages, settings: this.settings.texts() }));
+    this.kept = new KeptChat(() => ({ messages: this.conversation.messages, settings: this.texts() }));
     this.showEmpty();
   }
 
@@ -40,7 +42,7 @@ class Playground {
       const texts = body?.settings ?? (await this.kept.settings());
       if (this.conversation.messages.length) return; // the user was faster
       if (body) this.open(body);
-      else if (texts) this.settings.fill(texts);
+      else if (texts) this.fill(texts);
     } catch { /* the browser keeps nothing; the first write says so */ }
   }
 
@@ -48,7 +50,7 @@ class Playground {
   open(body) {
     this.leave(Conversation.restore(body.messages));
     this.kept.use(body.id, body.changed);
-    this.settings.fill(body.settings);
+    this.fill(body.settings);
     this.showLive();
     this.list.replaceChildren();
     for (const message of this.conversation.messages) this.show(message);
@@ -65,9 +67,19 @@ class Playground {
     this.views.clear();
   }
 
+  /** Return all settings as they are kept. */
+  texts() {
+    return { ...this.settings.texts(), ...this.comparison.texts() };
+  }
+
+  fill(texts) {
+    this.settings.fill(texts);
+    this.comparison.fill(texts);
+  }
+
   /** Keep changed settings, for this conversation and for the next. */
   changed() {
-    this.kept.keepSettings(this.settings.texts());
+    this.kept.keepSettings(this.texts());
     this.kept.touch();
   }
 
@@ -99,7 +111,7 @@ class Playground {
     if (draft || chosen.length || !messages.length) {
       messages.push({ role: "user", content: contentOf(draft || (chosen.length ? "" : "Hello!"), chosen) });
     } else if (messages.at(-1).role === "assistant") messages.pop();
-    return requestBody(this.settings.read(), messages, modelName());
+    return this.comparison.body("", messages);
   }
 
   /** Return the pictures of that request. */
@@ -107,31 +119,39 @@ class Playground {
     return [...this.conversation.pictures, ...this.pictures.chosen];
   }
 
-  async answer() {
-    let body;
-    const message = new Message("assistant");
+  /** Let the model answer. `sides`: those of a comparison that do. */
+  async answer(sides = this.comparison.sides) {
+    let begun;
     try {
-      body = requestBody(this.settings.read(), this.conversation.forApi(), modelName());
+      begun = sides.map((side) => this.begin(side));
     } catch (error) {
-      Object.assign(message, { state: "failed", error: `The settings are not right: ${error.message}` });
-      this.append(message);
+      const message = new Message("assistant");
+      this.append(Object.assign(message, { state: "failed", error: `The settings are not right: ${error.message}` }));
       return;
     }
     const live = new AbortController();
     this.live = live;
-    Object.assign(message, { state: "streaming", limit: body.max_tokens ?? null, isJson: Boolean(body.response_format) });
-    this.append(message);
+    for (const { message } of begun) this.append(message);
     this.showLive();
-    await receive(message, measured(body), live.signal, () => this.grown(message));
+    await Promise.all(begun.map(({ message, body }) =>
+      receive(message, measured(body), live.signal, () => this.grown(message))));
     if (this.live !== live) return; // another conversation has begun
     this.live = null;
     this.showLive();
     this.kept.flush();
   }
 
-  /** Tell the answer that streams which parts the mesh lacks. */
+  /** Return an answer that is about to stream, and its request. Raises SyntaxError for settings that are not right. */
+  begin(side) {
+    const body = this.comparison.body(side, this.conversation.forApi(side));
+    const about = { side, title: this.comparison.title(side), limit: body.max_tokens ?? null, isJson: Boolean(body.response_format) };
+    return { message: Object.assign(new Message("assistant"), { state: "streaming", ...about }), body };
+  }
+
+  /** Tell the answers that stream which parts the mesh lacks. */
   watch(missing) {
-    if (this.live) this.views.get(this.conversation.messages.at(-1))?.waitFor(missing);
+    const streaming = this.conversation.last.filter(({ state }) => state === "streaming");
+    for (const message of streaming) this.views.get(message)?.waitFor(missing);
   }
 
   append(message) {
@@ -155,12 +175,13 @@ class Playground {
     if (isNear) this.list.scrollTop = this.list.scrollHeight;
   }
 
-  /** Answer once more in place of an answer. */
+  /** Answer once more in place of an answer; two side by side are compared again. */
   again(message) {
     if (this.live) return;
-    this.conversation.cutFrom(message);
+    const pair = this.conversation.pairOf(message);
+    this.conversation.cutFrom(pair[0]);
     this.dropViews();
-    this.answer();
+    this.answer(pair.length === 1 && message.side ? [message.side] : undefined);
     this.draft.focus();
   }
 
@@ -175,12 +196,13 @@ class Playground {
     if (message.role === "user") this.answer();
   }
 
-  /** Continue once every call of the last answer has its result. */
+  /** Continue once every call of the last answers has its result. */
   answered() {
-    const last = this.conversation.messages.at(-1);
-    this.views.get(last)?.show();
+    const calling = this.conversation.last.filter(({ toolCalls }) => toolCalls.length);
+    for (const message of calling) this.views.get(message)?.show();
     this.kept.touch();
-    if (!this.live && last.toolCalls.every((each) => each.result !== undefined)) this.answer();
+    const isComplete = calling.every(({ toolCalls }) => toolCalls.every(({ result }) => result !== undefined));
+    if (!this.live && calling.length && isComplete) this.answer(calling.map(({ side }) => side));
   }
 
   /** Remove the views of messages that are not part of the conversation any more. */
@@ -212,12 +234,6 @@ class Playground {
   }
 }
 
-const toggleSettings = () => {
-  const form = byId("settings");
-  form.hidden = !form.hidden;
-  byId("toggle-settings").setAttribute("aria-expanded", String(!form.hidden));
-};
-
 export const startPlayground = () => {
   const playground = new Playground();
   byId("composer").addEventListener("submit", (event) => {
@@ -244,7 +260,6 @@ export const startPlayground = () => {
   });
   byId("stop").addEventListener("click", () => playground.stop());
   byId("new-chat").addEventListener("click", () => playground.clear());
-  byId("toggle-settings").addEventListener("click", toggleSettings);
   byId("settings").addEventListener("input", () => playground.changed());
   startChats(playground.kept, (body) => playground.open(body), () => playground.clear());
   playground.restore();

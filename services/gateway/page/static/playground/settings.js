@@ -15,7 +15,7 @@ const select = (values) => html("select", {}, ...values.map(([value, text]) => h
 
 /** A text area that holds JSON or nothing. */
 class JsonField {
-  constructor(label, example, isRight, wanted) {
+  constructor(label, id, example, isRight, wanted) {
     Object.assign(this, { isRight, wanted });
     this.problem = html("span", { class: "problem", role: "status" });
     this.input = html("textarea", { rows: 4, spellcheck: "false", class: "mono", placeholder: "none",
@@ -25,9 +25,9 @@ class JsonField {
       this.read();
     });
     this.root = html("div", { class: "field wide" },
-      html("span", { class: "field-head" }, html("label", { for: `setting-${label}` }, label), insert),
+      html("span", { class: "field-head" }, html("label", { for: id }, label), insert),
       this.input, this.problem);
-    this.input.id = `setting-${label}`;
+    this.input.id = id;
   }
 
   /** Return the value; null if there is none. Raises SyntaxError for text that is not right. */
@@ -51,7 +51,9 @@ class JsonField {
 }
 
 export class Settings {
-  constructor(root) {
+  /** `prefix`: makes the ids of its elements unique. `more`: further inputs, by name, which come first. */
+  constructor(root, prefix = "", more = {}) {
+    this.more = more;
     this.system = html("textarea", { rows: 2, placeholder: "none" });
     this.numbers = {
       max_tokens: number({ min: 1, step: 1, placeholder: "the model's limit" }),
@@ -61,10 +63,11 @@ export class Settings {
     };
     this.alternatives = select([["", "off"], ["0", "on"], ["3", "3 alternatives"], ["5", "5 alternatives"]]);
     this.toolChoice = select([["auto", "auto"], ["required", "required"], ["none", "none"]]);
-    this.tools = new JsonField("Tools", TOOLS, Array.isArray, "a list of tools is needed");
-    this.schema = new JsonField("JSON schema of the answer", SCHEMA,
+    this.tools = new JsonField("Tools", `${prefix}tools`, TOOLS, Array.isArray, "a list of tools is needed");
+    this.schema = new JsonField("JSON schema of the answer", `${prefix}schema`, SCHEMA,
       (value) => typeof value === "object" && !Array.isArray(value), "an object is needed");
     root.append(
+      ...Object.entries(more).map(([name, input]) => field(name[0].toUpperCase() + name.slice(1), input)),
       html("div", { class: "field wide" }, field("System message", this.system)),
       field("Max tokens", this.numbers.max_tokens),
       field("Temperature", this.numbers.temperature),
@@ -77,8 +80,8 @@ export class Settings {
   }
 
   get inputs() {
-    const { system, numbers, alternatives, toolChoice, tools, schema } = this;
-    return { system, ...numbers, alternatives, toolChoice, tools: tools.input, schema: schema.input };
+    const { more, system, numbers, alternatives, toolChoice, tools, schema } = this;
+    return { ...more, system, ...numbers, alternatives, toolChoice, tools: tools.input, schema: schema.input };
   }
 
   /** Return what the fields hold, as text. */

@@ -161,7 +161,7 @@ class Tasks(Findings):
         is_wide = await self.tab.run("innerWidth >= 700")
         self.done(is_beside if is_wide else is_below, "the answers stand side by side, or below each other")
         await self.barriers("a comparison")
-        await self.tab.until("document.querySelectorAll('#settings-b option[value$=pirate]').length === 1")
+        await self.tab.until('document.querySelector(`#settings-b option[value$=":pirate"]`)')
         await self.set("Model", "tokenloom-demo:pirate", "#settings-b")
         await self.set("Temperature", "", "#settings-b")
         await self.ask("What is the capital of France?", 2)

@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,6 +80,48 @@ def test_utilities(client: CoreClient) -> None:
         client.call_utility("eval", "1 + 1")
     with pytest.raises(UtilityError, match="argument"):
         client.call_utility("reset_prefix_cache", True, 1)
+
+
+def test_a_wake_ends_a_wait_for_outputs_and_loses_none() -> None:
+    client = SyncMPClient(CONFIG)
+    try:
+        wake = client.waker()
+        woken = threading.Thread(target=wake)
+        woken.start()
+        outputs = client.get_output()  # of a core without requests, which would be waited for without end
+        assert (outputs.outputs, outputs.scheduler_stats) == ([], None)
+        woken.join()
+        client.add_request(make_request("a", [1, 2, 3], max_tokens=3))
+        for _ in range(100_000):  # more than the socket holds: nobody who wakes ever waits
+            wake()
+        seen = []
+        while len(seen) < 3:
+            seen += [token for output in client.get_output().outputs for token in output.new_token_ids]
+        assert seen == expected_tokens([1, 2, 3], 3)
+    finally:
+        client.close()
+    wake()  # after the end it does nothing
+    client.close()
+
+
+def test_a_wake_ends_a_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = InprocClient(CONFIG, UniProcExecutor(HashWorker(CONFIG)))
+    monkeypatch.setattr(client._core, "is_compiling", lambda: True)
+    woken = threading.Thread(target=client.waker())
+    woken.start()
+    assert not client.get_output().outputs
+    woken.join()
+    client.close()
+
+
+def test_a_killed_core_ends_a_wait_from_another_thread() -> None:
+    client = SyncMPClient(CONFIG)
+    client.add_request(make_request("a", [1, 2, 3], max_tokens=2000))
+    client.get_output()
+    client.kill()
+    with pytest.raises(EngineDeadError, match="ended with status -9"):
+        collect(client, 1)
+    client.close()
 
 
 def test_an_abort_that_is_delivered_twice_does_no_harm(client: CoreClient) -> None:

@@ -370,6 +370,7 @@ class _EngineThread:
             is_paused = False
             try:
                 self._deliver(engine.advance())
+                engine.log_if_due()  # the last steps of an interval that ended without requests
             except EnginePausedError:
                 is_paused = True
             except EngineDeadError as error:
@@ -387,7 +388,8 @@ class _EngineThread:
                     if is_paused:
                         self._changed.wait(_PAUSED_SECONDS)
                     break
-                self._changed.wait()
+                if not self._changed.wait(engine.seconds_to_log()):
+                    break
             if self._is_stopped:
                 return False
             calls, self._calls = self._calls, deque()

@@ -222,6 +222,15 @@ class LLMEngine:
         if self._stats is not None:
             self._stats.log()
 
+    def seconds_to_log(self) -> float | None:
+        """Return after how many seconds without a step :meth:`log_if_due` logs something; None: it has nothing."""
+        return None if self._stats is None else self._stats.seconds_left()
+
+    def log_if_due(self) -> None:
+        """End the interval of the statistics if it is over, as each step does."""
+        if self._stats is not None:
+            self._stats.log_if_due()
+
     def check_health(self) -> None:
         """Raise ``UtilityError`` if a worker fails or does not answer in time, ``EngineDeadError``."""
         self.client.call_utility("check_health")

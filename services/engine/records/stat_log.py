@@ -136,13 +136,26 @@ class StatIntervals:
         self._lookups = deque([_Lookups()])  # at the ends of intervals, bounded by the requests of the window
         self._latest = SchedulerStats()
         self._num_generated = 0
+        self._has_steps = False  # in the interval, of those that :meth:`observe` took
 
     def observe(self, step: EngineCoreOutputs) -> None:
         """Take what a step brought, and end the interval if it is long enough."""
+        now = self._clock()
+        if not self._has_steps and now - self._begun >= self._seconds:
+            self._begun = now  # nothing ran meanwhile: that time is no part of what begins now
+        self._has_steps = True
         if step.scheduler_stats is not None:
             self._latest = step.scheduler_stats
         self._num_generated += sum(len(output.new_token_ids) for output in step.outputs)
-        if self._clock() - self._begun >= self._seconds:
+        self.log_if_due()
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until an interval with steps is long enough; None: the interval has no step."""
+        return max(0.0, self._begun + self._seconds - self._clock()) if self._has_steps else None
+
+    def log_if_due(self) -> None:
+        """End an interval with steps if it is long enough."""
+        if self.seconds_left() == 0:
             self.log()
 
     def log(self) -> None:
@@ -154,6 +167,7 @@ class StatIntervals:
         now = self._clock()
         measured = self._measure(stats, num_generated, max(now - self._begun, 1e-9))
         self._begun, self._before, self._generated_before = now, stats, num_generated
+        self._has_steps = False
         for logger in self._loggers:
             try:
                 logger.log(measured)

@@ -22,6 +22,7 @@ from tokenloom import (
     EngineArgs,
     EngineDeadError,
     EnginePausedError,
+    EngineStats,
     PoolingParams,
     RequestOutput,
     RequestOutputKind,
@@ -291,6 +292,23 @@ async def test_a_call_that_hangs_does_not_keep_a_core_alive(monkeypatch: pytest.
     with pytest.raises(EngineDeadError):
         await waiting
     assert has_ended(pid)
+
+
+async def test_the_last_interval_is_logged_without_a_further_request() -> None:
+    logged = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Told:
+        """Passes the first statistics on."""
+
+        def log(self, stats: EngineStats) -> None:
+            assert stats.generation_throughput > 0
+            loop.call_soon_threadsafe(logged.set)
+
+    args = EngineArgs(MODEL, worker="hash", engine_process=False, log_stats_interval=1.0)
+    async with AsyncLLM(args, stat_loggers=[Told()]) as llm:
+        await read(llm, "Once")
+        await logged.wait()
 
 
 SCRIPT = """

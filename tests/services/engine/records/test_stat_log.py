@@ -82,6 +82,24 @@ def test_an_interval_ends_with_the_first_step_after_it(intervals: StatIntervals,
     assert kept.all[-1].generation_throughput == 2.0
 
 
+def test_time_without_steps_is_no_part_of_the_next_interval(intervals: StatIntervals, kept: Kept, clock: Clock) -> None:
+    step = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1, 2])], scheduler_stats=SchedulerStats(num_running=1))
+    assert intervals.seconds_left() is None
+    intervals.observe(step)
+    clock.now += 4
+    assert intervals.seconds_left() == 6.0
+    intervals.log_if_due()
+    clock.now += 6
+    intervals.log_if_due()
+    assert intervals.seconds_left() is None
+    clock.now += 3600
+    intervals.log_if_due()
+    intervals.observe(step)
+    clock.now += 10
+    intervals.log_if_due()
+    assert [each.generation_throughput for each in kept.all] == [0.2, 0.2]
+
+
 def test_drafts_of_an_interval(intervals: StatIntervals, kept: Kept, clock: Clock) -> None:
     clock.now += 10
     intervals.report(SchedulerStats(spec_decoding=SpecDecodingStats(4, 12, 6, [4, 2, 0])), 10)

@@ -19,6 +19,7 @@ from ..load.datasets import DatasetOptions, make_prompts
 from ..load.events import Outcome
 from ..load.http_client import Client, Endpoint
 from ..report import machine
+from ..report.bar_plot import write_stacks
 from ..report.stats import Distribution
 from .local_mesh import http_url, pids_by_service, with_mesh
 
@@ -216,6 +217,16 @@ def tables(reports: Sequence[dict[str, Any]]) -> list[Table]:
         step = f"{report['step_ms']:g} ms" if report["step_ms"] else "none"
         cpu.add_row(step, str(report["batch"]), *(f"{per_token[name]:.1f}" for name in (*services, "all")))
     return [latency, cpu, _memory(reports, services)]
+
+
+def write_plot(path: Path, reports: Sequence[dict[str, Any]]) -> None:
+    """Draw the CPU of a token, by service, of each run."""
+    rows = {}
+    for report in reports:
+        step = f"{report['step_ms']:g} ms" if report["step_ms"] else "no wait"
+        costs = {name.replace("_", " "): used for name, used in report["cpu_us_per_token"].items() if name != "all"}
+        rows[f"{step}, {report['batch']}"] = costs
+    write_stacks(path, rows, "µs", "CPU of a token, by step and batch")
 
 
 def _memory(reports: Sequence[dict[str, Any]], services: Sequence[str]) -> Table:

@@ -231,12 +231,12 @@ def write_plot(path: Path, report: dict[str, Any]) -> None:
     """Draw the output tokens a second of every engine, by workload."""
     figure = "output_tokens_per_second"
     groups = {
-        name: [
+        f"{name}, output tokens/s": [
             Bar(engine, row[figure]["median"], row[figure]["min"], row[figure]["max"]) for engine, row in rows.items()
         ]
         for name, rows in report["workloads"].items()
     }
-    write_bars(path, groups, "output tokens/s")
+    write_bars(path, groups, report["model"])
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

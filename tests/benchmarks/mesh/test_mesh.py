@@ -17,6 +17,7 @@ from tokenloom.bench.mesh.mesh import (
     steady_rate,
     summarize,
     tables,
+    write_plot,
 )
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -94,6 +95,18 @@ def test_the_summary_counts_cpu_by_token() -> None:
     assert report["ideal_throughput"] == 200.0
     assert report["errors"] == ["HTTP 503"]
     assert [table.row_count for table in tables([report])] == [1, 1, 1]
+
+
+def test_the_plot_has_a_bar_for_each_run_with_the_parts_of_its_cost(tmp_path: Path) -> None:
+    result = LoadResult([outcome(0.0), outcome(0.0)], 2.0)
+    reports = [
+        summarize(case, result, {"output_processor": 20e-6, "engine core": 60e-6}, {})
+        for case in (CASE, replace(CASE, step_ms=0.0, batch=8))
+    ]
+    write_plot(tmp_path / "cost.svg", reports)
+    text = (tmp_path / "cost.svg").read_text()
+    assert text.count('class="bar ') == 4
+    assert "20 ms, 4: output processor 1, engine core 3 µs. no wait, 8: output processor 1, engine core 3 µs" in text
 
 
 def test_failures_only_still_make_a_table() -> None:

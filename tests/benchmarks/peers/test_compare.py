@@ -71,7 +71,7 @@ def test_the_vocabulary_is_the_checkpoints() -> None:
 
 def test_the_plot_shows_every_engine(tmp_path: Path) -> None:
     speed = {"output_tokens_per_second": {"median": 2.0, "min": 1.0, "max": 3.0}}
-    write_plot(tmp_path / "p.svg", {"workloads": {"batch": {"tokenloom": speed, "vllm": speed}}})
+    write_plot(tmp_path / "p.svg", {"model": "m", "workloads": {"batch": {"tokenloom": speed, "vllm": speed}}})
     text = (tmp_path / "p.svg").read_text()
-    assert text.count('class="bar"') == 2
+    assert text.count('class="bar ') == 2
     assert "vllm" in text

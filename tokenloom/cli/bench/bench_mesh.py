@@ -52,11 +52,14 @@ def mesh(
     ] = False,
     model: Annotated[str, typer.Option(help="Checkpoint whose tokenizer is used.")] = DEMO_MODEL_NAME,
     output_json: OutputJson = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a bar chart of CPU per token to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a local mesh whose engine only waits; measure added latency, tokens/s, and CPU per token by service."""
     if bool(prefill) != bool(decode):
         raise typer.BadParameter("--prefill and --decode need each other")
+    if idle and plot is not None:
+        raise typer.BadParameter("--plot draws the CPU per token, which --idle does not measure", param_hint="--plot")
     path, _ = model_directory(model, None)
     if idle:
         _measure_idle(path, IdleCase(seconds, prefill, decode), as_json=as_json, output_json=output_json)
@@ -68,6 +71,8 @@ def mesh(
                     ms, size, seconds, input_len, output_len, async_scheduling, frame_interval, waiting, prefill, decode
                 )
                 reports.append(asyncio.run(mesh_bench.run_case(path, case, partial(bar, case.title))))
+    if plot is not None:
+        mesh_bench.write_plot(plot, reports)
     report = {"machine": machine.describe(), "cases": reports}
     show(report, mesh_bench.tables(reports), as_json=as_json, path=output_json)
     raise typer.Exit(1 if any(case["failed"] for case in reports) else 0)

@@ -19,7 +19,9 @@ import yaml
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "charts" / "tokenloom" / "files"
 OVERLAYS = ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated", "planner")
-COMPONENTS = ("model-store", "encoder", "http-route", "inference-pool", "cert-manager", "otlp")
+COMPONENTS = ("model-store", "encoder", "http-route", "inference-pool", "cert-manager", "otlp", "scale-to-zero")
+ONLY_WITH = {"scale-to-zero": ("keda", "keda-disaggregated")}
+"""The overlays for which a component is meant, if not for all."""
 
 PAIRS = (("encoder", "model-store"),)
 """Components of which the second one changes what the first one adds."""
@@ -50,8 +52,9 @@ def files() -> dict[str, str]:
     overlays = {overlay: build(overlay) for overlay in OVERLAYS}
     texts = {f"{overlay}.jsonl": _lines(objects) for overlay, objects in overlays.items()}
     for component in COMPONENTS:
-        added = {overlay: _lines(_difference(build(overlay, component), overlays[overlay])) for overlay in OVERLAYS}
-        if len(set(added.values())) == 1:
+        fitting = ONLY_WITH.get(component, OVERLAYS)
+        added = {overlay: _lines(_difference(build(overlay, component), overlays[overlay])) for overlay in fitting}
+        if fitting == OVERLAYS and len(set(added.values())) == 1:
             texts[f"{component}.jsonl"] = added[OVERLAYS[0]]
         else:
             texts |= {f"{overlay}+{component}.jsonl": text for overlay, text in added.items()}

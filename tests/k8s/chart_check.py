@@ -15,7 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.helm_chart import COMPONENTS, OVERLAYS, Objects, build  # noqa: E402
+from tools.helm_chart import COMPONENTS, ONLY_WITH, OVERLAYS, Objects, build  # noqa: E402
 
 CHART = ROOT / "charts" / "tokenloom"
 DIGEST = f"sha256:{'a' * 64}"
@@ -41,7 +41,7 @@ def check_that_it_equals_the_overlays(chart: Chart) -> int:
     """Compare each overlay alone and with each component, and the overlay `hub`. Return the number of comparisons."""
     count = 0
     for overlay in OVERLAYS:
-        for components in [(), *((component,) for component in COMPONENTS)]:
+        for components in [(), *((component,) for component in components_of(overlay))]:
             _same(chart.render(overlay=overlay, components=list(components)), build(overlay, *components))
             count += 1
     every = ("model-store", "http-route", "cert-manager", "otlp")
@@ -64,6 +64,7 @@ def check_values(chart: Chart) -> None:
     _same(_image(chart.render(tag=20261128)["Deployment/gateway"]), "tokenloom/service:20261128")
     check_texts(chart)
     check_prefixes(chart)
+    check_engines(chart)
     larger = chart.render(objects={"StatefulSet/engine": {"spec": {"replicas": 4}}})
     assert larger["StatefulSet/engine"]["spec"].pop("replicas") == 4
     _same(larger["StatefulSet/engine"]["spec"]["template"], build("cpu")["StatefulSet/engine"]["spec"]["template"])
@@ -75,7 +76,7 @@ def check_values(chart: Chart) -> None:
 def check_prefixes(chart: Chart) -> None:
     """Check that two releases share no object and no pod in one namespace, and that each refers to its own."""
     for overlay in OVERLAYS:
-        for components in ([], list(COMPONENTS)):
+        for components in ([], components_of(overlay)):
             first, second = (chart.render(release=name, overlay=overlay, components=components) for name in ("a", "b"))
             assert len(first) == len(second)
             assert not first.keys() & second.keys(), "two releases would have one object"
@@ -83,6 +84,7 @@ def check_prefixes(chart: Chart) -> None:
             check_references(first, "a-")
             plain = chart.render(overlay=overlay, components=components)
             assert {key.replace("/a-", "/") for key in first} == plain.keys()
+            assert 'namespace="a-' not in json.dumps(first).replace("\\", ""), "a query names another namespace"
     assert "Service/x-gateway" in chart.render(prefix="x-")
     assert "Service/gateway" in chart.render(release="a", prefix="")
     assert not _is_accepted(chart, prefix="Upper-")
@@ -104,6 +106,113 @@ def check_references(objects: Objects, prefix: str) -> None:
         assert target is None or f"{target['kind']}/{target['name']}" in objects, key
         for job in re.findall(r'job=\\"([^"\\]+)', text):
             assert job in services, f"{key} asks for {job}"
+
+
+def check_engines(chart: Chart) -> None:
+    """Check that numbers, resources and settings of engines reach all engines, or those that prefill or decode."""
+    sized = chart.render(
+        overlay="disaggregated",
+        engines={"max": 9, "settings": {"TOKENLOOM_MAX_NUM_SEQS": 32, "TOKENLOOM_DRAIN_TIMEOUT": 60}},
+        decode={"min": 3, "resources": {"limits": {"memory": "64Gi"}}},
+    )
+    scalers = {role: sized[f"HorizontalPodAutoscaler/engine-{role}"]["spec"] for role in ("prefill", "decode")}
+    assert [(each["minReplicas"], each["maxReplicas"]) for each in scalers.values()] == [(2, 9), (3, 9)]
+    (prefill,), (decode,) = (_containers(sized[f"StatefulSet/engine-{role}"]) for role in ("prefill", "decode"))
+    assert decode["resources"] == {"limits": {"memory": "64Gi"}} != prefill["resources"]
+    for container in (prefill, decode):
+        values = [(each["name"], each.get("value")) for each in container["env"]]
+        assert dict(values)["TOKENLOOM_MAX_NUM_SEQS"] == "32"
+        assert [value for name, value in values if name == "TOKENLOOM_DRAIN_TIMEOUT"] == ["60"]
+    assert all(sized[key] == each for key, each in build("disaggregated").items() if "engine-" not in key)
+    assert not _is_accepted(chart, engines={"min": 0})
+    assert not _is_accepted(chart, engines={"min": 9})
+    assert not _is_accepted(chart, prefill={"min": 3})
+    assert not _is_accepted(chart, components=["scale-to-zero"])
+
+
+def check_models(chart: Chart) -> None:
+    """Check several models behind one gateway: each has a whole mesh of its own, and the gateway leads to all."""
+    models: list[dict[str, Any]] = [
+        {
+            "name": "chat",
+            "model": "org/large",
+            "servedNames": ["chat", "org/large"],
+            "components": ["encoder"],
+            "settings": {"TOKENLOOM_MAX_MODEL_LEN": 32768},
+            "engines": {"max": 16},
+            "objects": {"StatefulSet/engine": {"spec": {"minReadySeconds": 4}}},
+        },
+        {"name": "small", "overlay": "keda-disaggregated", "components": ["scale-to-zero"]},
+    ]
+    shared = ["model-store", "cert-manager", "http-route"]
+    objects = chart.render("other", release="a", models=models, components=shared)
+    check_meshes(objects)
+    meshes = {"chat": ("cpu", "encoder"), "small": ("keda-disaggregated", "scale-to-zero")}
+    for model, (overlay, component) in meshes.items():
+        own = {key for key in objects if f"/a-{model}-" in key}
+        alone = chart.render("other", release="a", overlay=overlay, components=[*shared, component])
+        others = {key.replace("/a-", f"/a-{model}-") for key in alone} - own
+        assert {key.replace(f"/a-{model}-", "/a-") for key in others} <= objects.keys(), "an object is not there"
+    assert objects["ConfigMap/a-chat-tokenloom-model"]["data"] == {"TOKENLOOM_MODEL": "org/large"}
+    assert objects["ConfigMap/a-small-tokenloom-model"]["data"] == {"TOKENLOOM_MODEL": "tokenloom-demo"}
+    lengths = [objects[f"ConfigMap/a-{name}tokenloom-common"]["data"] for name in ("chat-", "small-", "")]
+    assert [each.get("TOKENLOOM_MAX_MODEL_LEN") for each in lengths] == ["32768", None, None]
+    assert objects["HorizontalPodAutoscaler/a-chat-engine"]["spec"]["maxReplicas"] == 16
+    assert objects["StatefulSet/a-chat-engine"]["spec"]["minReadySeconds"] == 4
+    queries = [each["metadata"]["query"] for each in objects["ScaledObject/a-small-engine-decode"]["spec"]["triggers"]]
+    of_gateways = 'namespace="other",job="a-gateway",model_name="small"'
+    assert sum(of_gateways in query for query in queries) == 2, queries
+    for wrong in (
+        [{"name": "a"}, {"name": "a"}],
+        [{"name": "a"}, {"name": "b", "servedNames": ["a"]}],
+        [{"name": "A"}],
+        [{"name": "a", "unknown": 1}],
+        [{"name": "a", "components": ["scale-to-zero"]}],
+        [{"name": "a", "components": ["encoder"]}, {"name": "a-from", "components": ["encoder"]}],
+        [{"name": "a", "objects": {"Deployment/gateway": {}}}],
+        [{"name": "a" * 30}],
+    ):
+        assert not _is_accepted(chart, release="release-x", models=wrong), wrong
+    alone = chart.render(models=[{"name": "a"}])
+    assert "ConfigMap/gateway-meshes" not in alone, "the options describe the only mesh"
+
+
+def check_meshes(objects: Objects) -> None:
+    """Check what the gateway of several models is told, and that its pods may reach what it names."""
+    check_references(objects, "a-")
+    (gateway,) = _containers(objects["Deployment/a-gateway"])
+    told = {each["name"]: each.get("value") for each in gateway["env"]}
+    assert told["TOKENLOOM_SERVED_MODEL_NAME"] == "chat,org/large"
+    assert told["TOKENLOOM_TOKENIZERS"] == "dns:///a-chat-tokenizer:50051"
+    assert told["TOKENLOOM_READY_WITHOUT_ENGINES"] == "true"
+    file = Path(str(told["TOKENLOOM_MESHES"]))
+    (mount,) = (each for each in gateway["volumeMounts"] if each["mountPath"] == str(file.parent))
+    volumes = {each["name"]: each for each in objects["Deployment/a-gateway"]["spec"]["template"]["spec"]["volumes"]}
+    source = objects[f"ConfigMap/{volumes[mount['name']]['configMap']['name']}"]
+    assert json.loads(source["data"][file.name]) == {
+        "mesh": [
+            {
+                "served_model_name": ["small"],
+                "tokenizers": ["dns:///a-small-tokenizer:50051"],
+                "output_processors": ["dns:///a-small-output-processor:50051"],
+                "coordinator": "a-small-coordinator:50051",
+            }
+        ]
+    }
+    for model in ("chat", "small"):
+        policy = objects[f"NetworkPolicy/a-{model}-gateway"]["spec"]
+        assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "a-gateway"}
+        (peers,) = (rule["to"] for rule in policy["egress"] if "to" in rule)
+        names = {peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] for peer in peers}
+        assert names == {f"a-{model}-{part}" for part in ("tokenizer", "output-processor", "coordinator")}
+    leases = {
+        each["value"]
+        for key in objects
+        if key.startswith("Deployment/") and key.endswith("-coordinator")
+        for each in _containers(objects[key])[0]["env"]
+        if each["name"] == "TOKENLOOM_LEASE"
+    }
+    assert leases == {"kubernetes:a-chat-coordinator", "kubernetes:a-small-coordinator"}
 
 
 def check_texts(chart: Chart) -> None:
@@ -132,6 +241,10 @@ def check_texts(chart: Chart) -> None:
     assert not _is_accepted(chart, settings={"TOKENLOOM_A": [1]})
 
 
+def components_of(overlay: str) -> list[str]:
+    return [each for each in COMPONENTS if overlay in ONLY_WITH.get(each, OVERLAYS)]
+
+
 def _is_accepted(chart: Chart, **values: object) -> bool:
     try:
         chart.render(**values)  # type: ignore[arg-type]
@@ -146,6 +259,7 @@ def main() -> int:
     with helm_python.Chart.load(str(CHART)) as loaded:
         count = check_that_it_equals_the_overlays(Chart(loaded))
         check_values(Chart(loaded))
+        check_models(Chart(loaded))
     print(f"Helm {helm_python.helm_sdk_version()} renders what kustomize builds, {count} times, and heeds every value.")
     return 0
 
@@ -155,8 +269,12 @@ def _common(*build_arguments: str) -> dict[str, Any]:
 
 
 def _image(workload: dict[str, Any]) -> str:
-    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    (container,) = _containers(workload)
     return str(container["image"])
+
+
+def _containers(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(workload["spec"]["template"]["spec"]["containers"])
 
 
 def _same(found: object, expected: object) -> None:

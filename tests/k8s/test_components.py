@@ -98,6 +98,14 @@ def test_the_overlay_hub_is_cpu_with_the_model_store() -> None:
     assert objects == {key: each for key, each in build("model-store").items() if key != "ConfigMap/tokenloom-model"}
 
 
+def test_the_overlay_images_is_cpu_with_encoders_and_a_model_that_reads_images() -> None:
+    objects, parts = helm_chart.build("images"), build("encoder", "model-store")
+    model = objects.pop("ConfigMap/tokenloom-model")["data"]["TOKENLOOM_MODEL"]
+    assert objects == {key: each for key, each in parts.items() if key != "ConfigMap/tokenloom-model"}
+    rows = (ROOT.parent / "docs" / "reference" / "models.md").read_text()
+    assert f"| {model} | built in |" in rows
+
+
 def test_cert_manager_makes_the_certificate_of_each_part() -> None:
     objects = build("cert-manager")
     made = {

@@ -7,10 +7,16 @@ import pytest
 from tests.k8s.cluster import WHOLE, Object, build, of_kind
 from tests.k8s.server_side_apply import Conflict, LiveObject, key_of, scaled
 from tests.observability.catalogue import DOCUMENT
+from tokenloom.engine_core.data.config import SchedulerConfig
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+from tokenloom.services.runtime.host.options import options_of
+from tools import helm_chart
 
 _ROW = re.compile(r"^\| `(\S+)` \|", re.MULTILINE)
-_SERIES = re.compile(r'^sum\((\S+?)\{namespace="tokenloom",job="(\S+?)"\}\)$')
+_SERIES = re.compile(r'^(?:sum|max)\((\S+?)\{namespace="tokenloom",job="(\S+?)"\}\)$')
 ENGINE_METRICS = set(_ROW.findall(DOCUMENT.read_text().partition("\n## Engine\n")[2]))
+GATEWAY_METRICS = set(_ROW.findall(DOCUMENT.read_text().partition("\n## Gateway\n")[2].partition("\n## ")[0]))
+HELD, RUNNING = "tokenloom_gateway_held_requests", "vllm:num_requests_running"
 PREFILL, DECODE = "tokenloom_prompt_tokens_waiting", "vllm:kv_cache_usage_perc"
 
 
@@ -53,8 +59,40 @@ def test_prefill_scales_on_queued_prompt_tokens_and_decode_on_kv_with_and_withou
         assert trigger["metadata"]["threshold"] == threshold
 
 
+@pytest.mark.parametrize("overlay", helm_chart.ONLY_WITH["scale-to-zero"])
+def test_engines_that_are_scaled_to_zero_are_started_by_what_gateways_hold(overlay: str) -> None:
+    plain, objects = (helm_chart.build(overlay, *components) for components in ((), ("scale-to-zero",)))
+    (gateway,) = objects["Deployment/gateway"]["spec"]["template"]["spec"]["containers"]
+    values = {each["name"]: each.get("value") for each in gateway["env"]}
+    assert values[options_of(GatewaySettings)["ready_without_engines"].variable] == "true"
+    names = [key for key in objects if key.startswith("ScaledObject/engine")]
+    assert names == [key for key in plain if key.startswith("ScaledObject/engine")] != []
+    for name in names:
+        spec = objects[name]["spec"]
+        before = plain[name]["spec"]["triggers"]
+        assert spec["minReplicaCount"] == 0
+        assert spec["triggers"][: len(before)] == before, "engines that run scale as before"
+        held, running = (each["metadata"] for each in spec["triggers"][len(before) :])
+        found = [_SERIES.match(each["query"]) for each in (held, running)]
+        assert [match.groups() for match in found if match] == [(HELD, "gateway"), (RUNNING, "gateway")]
+        # The last engine stays while a request runs, and no engine more is asked for than runs as many.
+        assert running["threshold"] == str(SchedulerConfig().max_num_seqs)
+    assert {HELD, RUNNING} <= GATEWAY_METRICS
+    others = {key for key, each in objects.items() if plain[key] != each}
+    assert others == {"Deployment/gateway", *names}
+
+
+def test_a_number_of_zero_is_kept_too_when_it_is_applied_again() -> None:
+    engine = helm_chart.build("keda", "scale-to-zero")["StatefulSet/engine"]
+    live = LiveObject()
+    live.apply("kubectl", engine)
+    live.update("keda", REPLICAS, 0)
+    live.apply("kubectl", engine)
+    assert live.get(REPLICAS) == 0
+
+
 REPLICAS = ("spec", "replicas")
-SCALED = (*WHOLE, "overlays/planner", "overlays/hub")
+SCALED = (*WHOLE, "overlays/planner", "overlays/hub", "overlays/images")
 
 
 @pytest.mark.parametrize("overlay", SCALED)

@@ -59,6 +59,7 @@ def test_the_gateway_shows_what_an_endpoint_picker_reads(pages: Pages) -> None:
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert shown[name].kind == "gauge"
         assert shown[name].labels == ("model_name",)
+    assert {"block_size", "num_gpu_blocks"} < {*shown["vllm:cache_config_info"].labels}
 
 
 def test_every_part_tells_what_it_is(pages: Pages) -> None:

@@ -61,6 +61,8 @@ class WaitEstimator:
         """Outputs among them that have no first token yet."""
         self.pending_tokens = 0
         """Prompt tokens of those; each prompt counts once."""
+        self.early = 0
+        """Calls that wait for the first engine before they can be admitted: it says what they may ask for."""
 
     def observe(self, capacity: Capacity) -> None:
         """Take the capacity and the load of a new snapshot."""
@@ -248,6 +250,15 @@ class RequestAdmission:
             yield
         finally:
             self._leave(0, 0, is_new=is_new)
+
+    @contextmanager
+    def come_early(self) -> Iterator[None]:
+        """Count a call that waits for the first engine before it can be admitted."""
+        self._estimator.early += 1
+        try:
+            yield
+        finally:
+            self._estimator.early -= 1
 
     async def drain(self) -> None:
         """Refuse new requests, and return when none is in work."""

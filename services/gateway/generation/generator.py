@@ -137,6 +137,8 @@ class Generator:
             call.held.callback(admitted_call.end)
             media = None
             if isinstance(request.prompts, Chat) and request.prompts.media:
+                if self._links.encoders is not None and self._links.view.limits is None:
+                    await self._links.view.wait_limits()  # how many images a prompt may have is the engines' limit
                 media = self._hold_media(request, call.held)
             is_search, tenant = request.beam_search is not None, request.tenant
             admitted, is_bounded = admitted_call.admitted, request.sampling.HasField("max_tokens")
@@ -254,8 +256,11 @@ class Generator:
         """Return the limits of the model, once an engine serves. Raises ``DeadlineExceeded`` after ``timeout`` seconds,
         and after those that any request may take."""
         view, most = self._links.view, self._context.default_timeout
-        async with limited(min(timeout or most, most)):
-            return view.limits or await view.wait_limits()
+        if view.limits is not None:
+            return view.limits
+        with self._admission.come_early():
+            async with limited(min(timeout or most, most)):
+                return await view.wait_limits()
 
     def cancel(self, request_id: str, tenant: str) -> None:
         """End a request that its client can resume, at this gateway or any other one. It need not be known."""

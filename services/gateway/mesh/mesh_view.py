@@ -225,6 +225,12 @@ class MeshView:
         num_lost = sum(now - lost_at < LOST_SECONDS for lost_at in list(self._lost.values()))
         return num_serving, len(ours) - num_draining + num_lost
 
+    @property
+    def num_serving(self) -> int:
+        """How many engines serve what our tokenizer encodes for; 0 before the tokenizer is known. The thread of a
+        scrape may read it."""
+        return 0 if self._fingerprint is None else self.count_engines(self._fingerprint)[0]
+
     def count_encoders(self) -> tuple[int, int]:
         """Return how many encoders take files, and how many should, as :meth:`count_engines` does."""
         states = [entry.report.state for entry in self._view.encoders]

@@ -79,6 +79,7 @@ class MeshGauges:
             ("kv_cache_usage_perc", "Share of all engines' KV blocks in use, 0 to 1.", load.kv_usage),
         ):
             yield self._gauge(process_metrics.VLLM + name, text, {"": value})
+        yield self._cache(engines)
         for name, text, field in (
             ("requests_running", "Requests in the engine's batch.", "running"),
             ("requests_waiting", "Requests waiting at the engine.", "waiting"),
@@ -89,6 +90,12 @@ class MeshGauges:
         yield from self._placement(engines)
         text = "Estimated seconds that a request which arrives now would wait for its first token."
         yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.estimator.wait_seconds()})
+        text = (
+            "Outputs that wait because no engine serves, and calls that cannot be admitted before the first one does: "
+            "what starts engines that were scaled to zero."
+        )
+        num_held = 0 if self.mesh.num_serving else self.estimator.pending + self.estimator.early
+        yield self._gauge("tokenloom_gateway_held_requests", text, {"": num_held})
 
     def _placement(self, engines: Sequence[EngineEntry]) -> Iterator[GaugeMetricFamily]:
         """Yield the coordinator's rule, and what it compares of each engine."""
@@ -99,6 +106,17 @@ class MeshGauges:
         for name in dict.fromkeys(name for each in values.values() for name in each):
             of_engines = {engine: each[name] for engine, each in values.items()}
             yield self._gauge("tokenloom_placement_" + name, _PLACEMENT_TEXTS[name], of_engines, "engine")
+
+    def _cache(self, engines: Sequence[EngineEntry]) -> GaugeMetricFamily:
+        """Return what an endpoint picker takes the size of a prefix cache from."""
+        info = {
+            "block_size": str(self.mesh.block_size),
+            "num_gpu_blocks": str(sum(entry.identity.num_kv_blocks for entry in engines)),
+        }
+        text = "The KV caches of all engines together: tokens of a block, 0 if they differ, and blocks."
+        family = GaugeMetricFamily(process_metrics.VLLM + "cache_config_info", text, labels=["model_name", *info])
+        family.add_metric([self.model_name, *info.values()], 1)
+        return family
 
     describe = collect  # the names, so that a second metric of one of them is refused
 

@@ -29,11 +29,13 @@ class PartState:
         num_serving: Replicas that answer.
         num_known: Replicas that should answer.
         is_needed: Whether requests fail without any replica. They do not need the coordinator once engines are known.
+        may_be_away: Whether having no replica is no fault: requests wait, and an autoscaler starts one for them.
     """
 
     num_serving: int
     num_known: int
     is_needed: bool = True
+    may_be_away: bool = False
 
     @property
     def state(self) -> Literal["ok", "degraded", "missing"]:
@@ -50,12 +52,21 @@ class MeshHealth:
         draining: Set when this gateway accepts no more requests.
     """
 
-    def __init__(self, tokenizers: TokenizerClient, outputs: OutputPool, mesh: MeshView, fall_backs: FallBacks) -> None:
-        """``fall_backs``: those of this gateway."""
+    def __init__(
+        self,
+        tokenizers: TokenizerClient,
+        outputs: OutputPool,
+        mesh: MeshView,
+        fall_backs: FallBacks,
+        *,
+        needs_engines: bool = True,
+    ) -> None:
+        """``fall_backs``: those of this gateway. ``needs_engines``: False where engines are scaled to zero."""
         self._tokenizers = tokenizers
         self._outputs = outputs
         self._mesh = mesh
         self._fall_backs = fall_backs
+        self._needs_engines = needs_engines
         self.draining = False
 
     def limits(self) -> types_pb2.ModelLimits | None:
@@ -73,7 +84,7 @@ class MeshHealth:
             "output_processor": PartState(self._outputs.num_connected, self._outputs.num_known),
             # /health was 503 without a coordinator before, although requests were answered by its last snapshot.
             "coordinator": PartState(int(self._mesh.connected), 1, is_needed=False),
-            "engine": PartState(*engines),
+            "engine": PartState(*engines, is_needed=self._needs_engines, may_be_away=not self._needs_engines),
         }
         limits = self._mesh.limits
         transcribes = info is not None and info.HasField("transcript")

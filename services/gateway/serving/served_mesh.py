@@ -90,7 +90,8 @@ async def connect(
         max_kept_bytes=settings.max_kept_prompt_bytes,
         on_moved=metrics.moved.inc,
     )
-    health = MeshHealth(tokenizers, outputs, view, host.fall_backs)
+    needs_engines = not settings.ready_without_engines
+    health = MeshHealth(tokenizers, outputs, view, host.fall_backs, needs_engines=needs_engines)
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     host.spawn(_enroll(spec, settings, host, (tokenizer_members, output_members)), name="enrolment")

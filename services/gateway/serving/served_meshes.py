@@ -186,12 +186,12 @@ class PartGauges:
         """Return the gauges now."""
         text = (
             "1 while no replica of the part answers; requests continue without the coordinator, and those of text "
-            "without encoders."
+            "without encoders. With --ready-without-engines no engine is missing: none may be needed."
         )
         missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part", "model_name"])
         for model, (parts, _) in self.meshes.states().items():
             for part, state in parts.items():
-                missing.add_metric([part, model], not state.num_serving)
+                missing.add_metric([part, model], not state.num_serving and not state.may_be_away)
         yield missing
 
     describe = collect  # the name, so that a second metric with it is refused

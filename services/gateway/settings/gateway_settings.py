@@ -225,6 +225,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
         "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
     ] = DEFAULT_QUEUE_SECONDS
+    ready_without_engines: Annotated[
+        bool,
+        "Be ready and healthy while no engine serves, as where an autoscaler scales engines to zero: requests wait for "
+        "one as long as they may take, and /metrics counts them (tokenloom_gateway_held_requests). By default a "
+        "gateway becomes ready with the first engine.",
+    ] = False
     always_queued: Annotated[
         Annotated[int, Meta(ge=0)],
         "Outputs that may wait for their first token whatever the estimate says, because it is unreliable for few.",

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fake_encoders import with_encoders
-from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh, FakeRequest
+from tests.services.gateway.fakes import BLOCK_SIZE, LIMITS, MODEL, SOON, FakeMesh, FakeRequest
 from tests.services.gateway.openai.ear import listening
 from tokenloom.process.fall_backs import KINDS
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
@@ -243,6 +243,8 @@ async def test_metrics_of_requests_and_engines(mesh: FakeMesh, http: httpx.Async
         f'vllm:num_requests_running{{model_name="{MODEL}"}} 3.0',
         f'vllm:num_requests_waiting{{model_name="{MODEL}"}} 2.0',
         f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.25',
+        f'tokenloom_gateway_held_requests{{model_name="{MODEL}"}} 0.0',
+        f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",model_name="{MODEL}",num_gpu_blocks="64"}} 1.0',
         f'tokenloom_engine_requests_running{{engine="engine-0",model_name="{MODEL}"}} 3.0',
         f'tokenloom_engine_requests_waiting{{engine="engine-0",model_name="{MODEL}"}} 2.0',
         f'tokenloom_engine_kv_cache_usage_ratio{{engine="engine-0",model_name="{MODEL}"}} 0.25',

@@ -2,8 +2,8 @@
 
 Each line of a file is one object. ``files/OVERLAY.jsonl`` holds the objects of an overlay, ``files/COMPONENT.jsonl``
 those that a component adds or changes. If these depend on the overlay, there is a file ``OVERLAY+COMPONENT.jsonl`` for
-each. ``COMPONENT+COMPONENT.jsonl`` holds what both together change. The Namespace is left out, because Helm has one of
-its own.
+each. ``COMPONENT+COMPONENT.jsonl`` or ``OVERLAY+COMPONENT+COMPONENT.jsonl`` holds what both together change. The
+Namespace is left out, because Helm has one of its own.
 """
 
 import json
@@ -19,11 +19,20 @@ import yaml
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "charts" / "tokenloom" / "files"
 OVERLAYS = ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated", "planner")
-COMPONENTS = ("model-store", "encoder", "http-route", "inference-pool", "cert-manager", "otlp", "scale-to-zero")
-ONLY_WITH = {"scale-to-zero": ("keda", "keda-disaggregated")}
+COMPONENTS = (
+    "model-store",
+    "encoder",
+    "http-route",
+    "inference-pool",
+    "engine-pool",
+    "cert-manager",
+    "otlp",
+    "scale-to-zero",
+)
+ONLY_WITH = {"scale-to-zero": ("keda", "keda-disaggregated"), "engine-pool": ("cpu", "gpu", "keda")}
 """The overlays for which a component is meant, if not for all."""
 
-PAIRS = (("encoder", "model-store"),)
+PAIRS = (("encoder", "model-store"), ("engine-pool", "model-store"))
 """Components of which the second one changes what the first one adds."""
 
 Objects = dict[str, dict[str, Any]]
@@ -54,13 +63,13 @@ def files() -> dict[str, str]:
     for component in COMPONENTS:
         fitting = ONLY_WITH.get(component, OVERLAYS)
         added = {overlay: _lines(_difference(build(overlay, component), overlays[overlay])) for overlay in fitting}
-        if fitting == OVERLAYS and len(set(added.values())) == 1:
-            texts[f"{component}.jsonl"] = added[OVERLAYS[0]]
-        else:
-            texts |= {f"{overlay}+{component}.jsonl": text for overlay, text in added.items()}
+        texts |= _named(component, added)
     for first, second in PAIRS:
-        apart = build(OVERLAYS[0], second) | build(OVERLAYS[0], first)
-        texts[f"{first}+{second}.jsonl"] = _lines(_difference(build(OVERLAYS[0], first, second), apart))
+        together = {}
+        for overlay in ONLY_WITH.get(first, OVERLAYS):
+            apart = build(overlay, second) | build(overlay, first)
+            together[overlay] = _lines(_difference(build(overlay, first, second), apart))
+        texts |= _named(f"{first}+{second}", together)
     return texts
 
 
@@ -72,6 +81,13 @@ def main() -> None:
             path.unlink()
     for name, text in texts.items():
         (FILES / name).write_text(text)
+
+
+def _named(added: str, texts: dict[str, str]) -> dict[str, str]:
+    """Return the files of what is added to overlays: one if it is the same for all of them. ``texts``: by overlay."""
+    if tuple(texts) == OVERLAYS and len(set(texts.values())) == 1:
+        return {f"{added}.jsonl": texts[OVERLAYS[0]]}
+    return {f"{overlay}+{added}.jsonl": text for overlay, text in texts.items()}
 
 
 def _difference(objects: Objects, base: Objects) -> Objects:

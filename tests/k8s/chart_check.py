@@ -76,7 +76,7 @@ def check_values(chart: Chart) -> None:
 def check_prefixes(chart: Chart) -> None:
     """Check that two releases share no object and no pod in one namespace, and that each refers to its own."""
     for overlay in OVERLAYS:
-        for components in ([], components_of(overlay)):
+        for components in ([], compatible(components_of(overlay))):
             first, second = (chart.render(release=name, overlay=overlay, components=components) for name in ("a", "b"))
             assert len(first) == len(second)
             assert not first.keys() & second.keys(), "two releases would have one object"
@@ -128,6 +128,12 @@ def check_engines(chart: Chart) -> None:
     assert not _is_accepted(chart, engines={"min": 9})
     assert not _is_accepted(chart, prefill={"min": 3})
     assert not _is_accepted(chart, components=["scale-to-zero"])
+    assert not _is_accepted(chart, overlay="disaggregated", components=["engine-pool"])
+    assert not _is_accepted(chart, overlay="keda", components=["engine-pool", "scale-to-zero"])
+    assert not _is_accepted(chart, models=[{"name": "a"}], components=["engine-pool"])
+    for overlay in ("cpu", "gpu"):
+        both = ["engine-pool", "model-store"]
+        _same(chart.render(overlay=overlay, components=both), build(overlay, *both))
 
 
 def check_models(chart: Chart) -> None:
@@ -243,6 +249,11 @@ def check_texts(chart: Chart) -> None:
 
 def components_of(overlay: str) -> list[str]:
     return [each for each in COMPONENTS if overlay in ONLY_WITH.get(each, OVERLAYS)]
+
+
+def compatible(components: list[str]) -> list[str]:
+    """Leave out what cannot be combined with others: each of them is rendered alone too."""
+    return [each for each in components if each != "engine-pool"]
 
 
 def _is_accepted(chart: Chart, **values: object) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from tests.k8s.cluster import ROOT, Object, Workload, selects
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 from tokenloom.supervisor.certificates import PARTS
 from tools import helm_chart
@@ -137,6 +138,35 @@ def test_routes_lead_to_ports_of_the_gateway(component: str) -> None:
         if each["kind"] == "InferencePool":
             assert selects(each["spec"]["selector"]["matchLabels"], labels)
             assert {port["number"] for port in each["spec"]["targetPorts"]} <= ports
+
+
+def test_a_gateway_beside_each_engine_stands_for_it_at_an_endpoint_picker(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = build("engine-pool")
+    template = objects["StatefulSet/engine"]["spec"]["template"]
+    pod = template["spec"]
+    engine, gateway = pod["containers"]
+    taken = [port["containerPort"] for container in (engine, gateway) for port in container["ports"]]
+    assert len(set(taken)) == len(taken), "containers of a pod share its ports"
+    identity = {"name": "TOKENLOOM_INSTANCE_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    assert identity in engine["env"]
+    for name, value in objects["ConfigMap/tokenloom-common"]["data"].items():
+        monkeypatch.setenv(name, value)
+    for each in gateway["env"]:
+        monkeypatch.setenv(each["name"], each.get("value", "engine-0").replace("$(POD_NAME)", "engine-0"))
+    settings = GatewaySettings.load([])
+    assert (settings.beside_engine, settings.instance_id) == ("engine-0", "engine-0-gateway")
+    listening = (settings.http_listen, settings.health_listen, settings.metrics_listen)
+    ports = [port["containerPort"] for port in gateway["ports"]]
+    assert [int(address.rpartition(":")[2]) for address in listening] == ports
+    alone = Workload(objects["Deployment/gateway"]).container
+    for name in ("securityContext", "lifecycle", "imagePullPolicy", "envFrom", "image"):
+        assert gateway[name] == alone[name], name
+    assert {mount["name"] for mount in gateway["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
+    pool = objects["InferencePool/engine"]["spec"]
+    assert selects(pool["selector"]["matchLabels"], template["metadata"]["labels"])
+    assert [port["number"] for port in pool["targetPorts"]] == ports[:1]
+    (backend,) = objects["HTTPRoute/gateway"]["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", "engine")
 
 
 def test_encoders_reach_the_coordinator_and_are_reached_by_gateways_and_engines() -> None:

@@ -143,8 +143,8 @@ Scrapers that accept OpenMetrics, as Prometheus does, get it; with `--otlp-endpo
 each bucket as an exemplar. Sizes of requests (`vllm:request_prompt_tokens` and others) are the gateway's, which counts
 each request once; an engine counts attempts.
 
-The gateway's gauges under vLLM's names are of the whole mesh and have no label `engine`: they are what an endpoint
-picker of the Gateway API Inference Extension reads. An engine shows the same names for itself.
+The gateway's gauges under vLLM's names are of the whole mesh, or of `--beside-engine`, and have no label `engine`: they
+are what an endpoint picker of the Gateway API Inference Extension reads. An engine shows the same names for itself.
 
 `observability/` holds what reads them: a Grafana dashboard, alerts with their tests, and the scrapes of
 docker-compose.yml, whose profile `observability` runs it all; `k8s/monitoring` has the same for the Prometheus

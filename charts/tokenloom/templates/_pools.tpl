@@ -33,6 +33,10 @@ values of the chart; what a model does not set is as in the chart's values too. 
 {{- end }}
 {{- $_ := set $pool "overlay" (get $model "overlay" | default $values.overlay) }}
 {{- $_ := set $pool "components" (concat $values.components (get $model "components" | default list) | uniq) }}
+{{- if has "engine-pool" $pool.components }}
+{{- if $values.models }}{{ fail "the component engine-pool takes one model: its route leads to the engines of all" }}{{ end }}
+{{- if has "scale-to-zero" $pool.components }}{{ fail "the component engine-pool has no endpoint for requests while there are no engines; leave out scale-to-zero" }}{{ end }}
+{{- end }}
 {{- $_ := set $pool "settings" (merge dict (get $model "settings" | default dict) $values.settings) }}
 {{- $_ := set $pool "objects" (get $model "objects" | default dict) }}
 {{- range $role := list "engines" "prefill" "decode" }}
@@ -58,7 +62,11 @@ its name in k8s/. A component replaces the objects that it changes. */ -}}
 {{- end }}
 {{- $files = concat $files $both }}
 {{- end }}
-{{- range $first := .components }}{{ range $here.components }}{{ $files = append $files (printf "files/%s+%s.jsonl" $first .) }}{{ end }}{{ end }}
+{{- range $first := .components }}
+{{- range $here.components }}
+{{- $files = concat $files (list (printf "files/%s+%s.jsonl" $first .) (printf "files/%s+%s+%s.jsonl" $here.overlay $first .)) }}
+{{- end }}
+{{- end }}
 {{- range $file := $files }}
 {{- range $line := compact (splitList "\n" ($here.root.Files.Get $file)) }}
 {{- $object := fromJson $line }}

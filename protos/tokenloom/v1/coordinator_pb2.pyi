@@ -227,7 +227,7 @@ class AdapterChanges(_message.Message):
     def __init__(self, load: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., unload: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PickRequest(_message.Message):
-    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id", "pools", "subset", "data_parallel_rank", "session", "keep_seconds")
+    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id", "pools", "subset", "data_parallel_rank", "session", "keep_seconds", "preferred_engine")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +244,7 @@ class PickRequest(_message.Message):
     DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFERRED_ENGINE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     role: _types_pb2.EngineRole
     prompt_tokens: int
@@ -260,7 +261,8 @@ class PickRequest(_message.Message):
     data_parallel_rank: int
     session: int
     keep_seconds: int
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ..., pools: _Optional[bool] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ...) -> None: ...
+    preferred_engine: str
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ..., pools: _Optional[bool] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ..., preferred_engine: _Optional[str] = ...) -> None: ...
 
 class EnrollRequest(_message.Message):
     __slots__ = ("service", "instance_id")

@@ -35,7 +35,7 @@ class Withdrawal(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "pooling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over", "fingerprint", "data_parallel_rank", "session", "keep_seconds")
+    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "pooling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over", "fingerprint", "data_parallel_rank", "session", "keep_seconds", "preferred_engine")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class Submit(_message.Message):
     DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFERRED_ENGINE_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     prompt: _types_pb2.Prompt
@@ -83,7 +84,8 @@ class Submit(_message.Message):
     data_parallel_rank: int
     session: int
     keep_seconds: int
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ..., fingerprint: _Optional[bytes] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ...) -> None: ...
+    preferred_engine: str
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ..., fingerprint: _Optional[bytes] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ..., preferred_engine: _Optional[str] = ...) -> None: ...
 
 class SampleJournal(_message.Message):
     __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished")

@@ -111,12 +111,14 @@ class EnginePools:
         self._unlike: dict[_Key, str] = {}  # those whose engines compute in another way than was asked for, and which
         self._unlike_at = 0.0  # when one was last found
         self._subsets = EngineSubsets()
+        self._alone: dict[tuple[_Key, str], Pool | None] = {}  # engines by their names, each as a pool of its own
 
     def clear(self) -> None:
         """Forget all, because an engine joined, left, or changed its state or role."""
         self._pools.clear()
         self._unlike.clear()
         self._subsets.clear()
+        self._alone.clear()
 
     def refresh(self, now: float) -> None:
         """Notice that no request goes on any more where it is computed in another way."""
@@ -139,9 +141,15 @@ class EnginePools:
             self._fall_backs.begin("other_numerics", self._unlike[key])
         return pool, self._near(key, pool, request)
 
-    def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
-        """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""
-        if not request.HasField("subset") or request.query_id:
+    def _near(self, key: _Key, pool: Pool, request: PickRequest) -> Pool | None:
+        """Return the engine that the request prefers, or the engines of the pool that the output processor works with;
+        None: all of them are equal to it."""
+        if request.query_id:
+            return None
+        preferred = self._find_alone(key, pool, request.preferred_engine) if request.preferred_engine else None
+        if preferred is not None:
+            return preferred
+        if not request.HasField("subset"):
             return None
 
         def engines() -> list[Engine]:
@@ -152,6 +160,15 @@ class EnginePools:
             return make_pool(self._columns, self._kinds, np.sort(pool.rows[numbers]))
 
         return self._subsets.find(key, engines, make, request.subset)
+
+    def _find_alone(self, key: _Key, pool: Pool, name: str) -> Pool | None:
+        """Return the engine of this name as a pool; None: it is not in ``pool``, or does not compute whole requests."""
+        if (key, name) not in self._alone:
+            if len(self._alone) >= _MAX_SUBSETS:
+                self._alone.clear()
+            rows = [row for row in pool.rows.tolist() if _is_whole(self._by_row[row], name)]
+            self._alone[key, name] = make_pool(self._columns, self._kinds, np.array(rows, np.intp)) if rows else None
+        return self._alone[key, name]
 
     def _gather(self, key: _Key, request: PickRequest, *, is_complete: bool) -> Pool:
         """Return the serving engines of the pool that a request asks for, and that have its adapter. If none has it,
@@ -212,3 +229,9 @@ class EnginePools:
         else:
             name = EngineRole.Name(missing).removeprefix("ENGINE_ROLE_").lower()
             self._fall_backs.begin("missing_role", f"no {name} engine is serving")
+
+
+def _is_whole(record: EngineRecord, name: str) -> bool:
+    """Return whether an engine has this name and computes whole requests: as a pool of its own, one that only prefills
+    would find none to hand its KV to."""
+    return record.identity.engine_id == name and record.report.role == EngineRole.ENGINE_ROLE_BOTH

@@ -250,6 +250,7 @@ def _one_token(submit: output_processor_pb2.Submit, num_candidates: int) -> outp
         priority=submit.priority,
         data_parallel_rank=submit.data_parallel_rank if submit.HasField("data_parallel_rank") else None,
         trace_headers=submit.trace_headers,
+        preferred_engine=submit.preferred_engine,
     )
 
 

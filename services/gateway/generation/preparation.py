@@ -107,6 +107,7 @@ class RequestContext:
         clock: Returns nanoseconds.
         tracer: Makes the spans of requests; None: they are not traced.
         replays_ids: Put generated tokens in the place of those of a fresh tokenization.
+        beside_engine: The engine that requests prefer; empty: none.
     """
 
     model: str = ""
@@ -117,6 +118,7 @@ class RequestContext:
     clock: Callable[[], int]
     tracer: Tracer | None = None
     replays_ids: bool = False
+    beside_engine: str = ""
 
     def draw_id(self) -> str:
         """Return the random id of a request."""
@@ -238,6 +240,8 @@ class Preparer:
             submits.append(submit)
             num_prompt += len(prompt.token_ids)
             num_output += request.num_samples * submit.sampling_params.max_tokens
+            if context.beside_engine:
+                submit.preferred_engine = context.beside_engine
         cost.check(submits, limits)
         return Prepared(
             submits=submits,

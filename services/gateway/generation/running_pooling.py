@@ -88,6 +88,7 @@ class RunningPooling:
                 cache_salt=cache_salt(request), adapter=b"" if request.adapter is None else request.adapter.digest
             ),
             trace_headers=CURRENT.get(),
+            preferred_engine=context.beside_engine,
         )
         self._sound = sound_of(request.prompts)
         self._draw_id = context.draw_id

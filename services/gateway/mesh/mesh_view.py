@@ -135,12 +135,16 @@ class MeshView:
         limits: What every serving engine accepts, or accepted when the last one served; None before the first.
     """
 
-    def __init__(self, address: str, channels: Channels, fall_backs: FallBacks | None = None) -> None:
-        """``fall_backs``: where it is noted that the coordinator is away; None: nowhere."""
+    def __init__(
+        self, address: str, channels: Channels, fall_backs: FallBacks | None = None, *, beside_engine: str = ""
+    ) -> None:
+        """``fall_backs``: where it is noted that the coordinator is away; None: nowhere. ``beside_engine``: the engine
+        whose load alone is shown; empty: that of all is."""
         self.address = address
         self._channels = channels
         self._loop = asyncio.get_running_loop()
         self._fall_backs = fall_backs or FallBacks()
+        self._beside_engine = beside_engine
         self._view = RegistryView()
         self._version = 0  # of the view, when the engines were taken from it
         self._engines: Sequence[coordinator_pb2.EngineEntry] = ()
@@ -193,8 +197,13 @@ class MeshView:
         return rule_word(self._view.placement)
 
     def load(self) -> MeshLoad:
-        """Return the load of all engines, as they last reported it."""
-        return load_of(self.engines)
+        """Return the load that balancers are shown, as the engines last reported it."""
+        return load_of(self.shown(self.engines))
+
+    def shown(self, engines: Iterable[EngineEntry]) -> Sequence[EngineEntry]:
+        """Return those of ``engines`` whose load balancers are shown: all, or the one beside which the gateway runs."""
+        beside = self._beside_engine
+        return [entry for entry in engines if not beside or entry.identity.engine_id == beside]
 
     def serving(self, fingerprint: types_pb2.Fingerprint) -> Sequence[coordinator_pb2.EngineEntry]:
         """Return the engines that serve what our tokenizer encodes for."""

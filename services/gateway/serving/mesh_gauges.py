@@ -62,8 +62,9 @@ _PLACEMENT_TEXTS = {
 class MeshGauges:
     """Collects gauges for Prometheus: the engines' load as last reported.
 
-    The gauges under vLLM's names cover the whole mesh and have no label ``engine``: balancers that treat gateways as
-    model servers (the Gateway API Inference Extension) read one number of each.
+    The gauges under vLLM's names cover the engines that balancers are shown, all or ``--beside-engine``, and have no
+    label ``engine``: balancers that treat gateways as model servers (the Gateway API Inference Extension) read one
+    number of each.
     """
 
     mesh: MeshView
@@ -72,14 +73,15 @@ class MeshGauges:
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         engines = self.mesh.seen_engines  # not `engines`, which takes loads in: a scrape runs in a thread of its own
-        load = load_of(engines)
+        shown = self.mesh.shown(engines)
+        load = load_of(shown)
         for name, text, value in (
-            ("num_requests_running", "Requests in the batches of all engines.", load.num_running),
-            ("num_requests_waiting", "Requests waiting at the engines.", load.num_waiting),
-            ("kv_cache_usage_perc", "Share of all engines' KV blocks in use, 0 to 1.", load.kv_usage),
+            ("num_requests_running", "Requests in the batches of the engines that are shown.", load.num_running),
+            ("num_requests_waiting", "Requests waiting at the engines that are shown.", load.num_waiting),
+            ("kv_cache_usage_perc", "Share of these engines' KV blocks in use, 0 to 1.", load.kv_usage),
         ):
             yield self._gauge(process_metrics.VLLM + name, text, {"": value})
-        yield self._cache(engines)
+        yield self._cache(shown)
         for name, text, field in (
             ("requests_running", "Requests in the engine's batch.", "running"),
             ("requests_waiting", "Requests waiting at the engine.", "waiting"),
@@ -113,7 +115,7 @@ class MeshGauges:
             "block_size": str(self.mesh.block_size),
             "num_gpu_blocks": str(sum(entry.identity.num_kv_blocks for entry in engines)),
         }
-        text = "The KV caches of all engines together: tokens of a block, 0 if they differ, and blocks."
+        text = "The KV caches of the engines that are shown: tokens of a block, 0 if they differ, and blocks."
         family = GaugeMetricFamily(process_metrics.VLLM + "cache_config_info", text, labels=["model_name", *info])
         family.add_metric([self.model_name, *info.values()], 1)
         return family

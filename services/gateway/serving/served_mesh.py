@@ -81,7 +81,7 @@ async def connect(
     tokenizer_members = PeerMembers(spec.tokenizers, size=settings.peer_subset)
     output_members = PeerMembers(spec.output_processors, size=settings.peer_subset)
     tokenizers = TokenizerClient(tokenizer_members, host.channels, host.fall_backs)
-    view = MeshView(spec.coordinator, host.channels, host.fall_backs)
+    view = MeshView(spec.coordinator, host.channels, host.fall_backs, beside_engine=settings.beside_engine)
     outputs = OutputPool(
         output_members,
         settings.instance_id,
@@ -126,6 +126,7 @@ async def connect(
         clock=host.clock.nanoseconds,
         tracer=host.tracer,
         replays_ids=settings.replay_ids,
+        beside_engine=settings.beside_engine,
     )
     has_files = info.media_kinds or info.HasField("transcript")
     generator = Generator(

@@ -231,6 +231,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "one as long as they may take, and /metrics counts them (tokenloom_gateway_held_requests). By default a "
         "gateway becomes ready with the first engine.",
     ] = False
+    beside_engine: Annotated[
+        str,
+        "Name of the engine that this gateway stands for, for an endpoint picker that chooses among engines: requests "
+        "are placed there while it serves and has room, and /metrics shows its load, not that of all engines, under "
+        "vLLM's names. Empty: it stands for all.",
+    ] = ""
     always_queued: Annotated[
         Annotated[int, Meta(ge=0)],
         "Outputs that may wait for their first token whatever the estimate says, because it is unreliable for few.",
@@ -301,6 +307,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
             raise ValueError(
                 "--page-kills needs --page, and --http-listen with a loopback address such as 127.0.0.1:8000"
             )
+        if self.meshes is not None and self.beside_engine:
+            raise ValueError("--beside-engine cannot be combined with --meshes: an engine has one model")
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
         if self.max_body_bytes_in_flight < self.max_body_bytes:

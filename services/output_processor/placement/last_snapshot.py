@@ -115,7 +115,10 @@ class LastSnapshot:
         rows = self._candidates(request, exclude)
         if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
-        if request.HasField("subset") and not request.query_id:
+        preferred = self._preferred(rows, request) if request.preferred_engine else rows[:0]
+        if len(preferred):
+            rows = preferred
+        elif request.HasField("subset") and not request.query_id:
             near = rows[np.isin(rows, self._near(request.subset))]
             rows = near if len(near) else rows
         if request.query_id:
@@ -127,6 +130,14 @@ class LastSnapshot:
         chosen = self._entries[row]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
+
+    def _preferred(self, rows: Rows, request: PickRequest) -> Rows:
+        """Return the engine that a request prefers, if it is among ``rows`` and computes whole requests."""
+        if request.query_id:
+            return rows[:0]
+        entries = (self._entries[row] for row in rows.tolist())
+        found = (each.identity.engine_id == request.preferred_engine and each.report.role == _BOTH for each in entries)
+        return rows[np.fromiter(found, np.bool_, len(rows))]
 
     def _near(self, wanted: Subset) -> list[int]:
         """Return the rows of the serving engines in a subset."""

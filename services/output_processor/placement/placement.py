@@ -349,4 +349,5 @@ def _pick_request(
         data_parallel_rank=submit.data_parallel_rank if submit.HasField("data_parallel_rank") else None,
         session=submit.session,
         keep_seconds=submit.keep_seconds,
+        preferred_engine=submit.preferred_engine,
     )

@@ -98,3 +98,28 @@ def test_a_subset_that_cannot_be_is_refused(registry: Registry, wrong: Subset) -
 def test_without_any_engine_the_error_is_that_of_the_pool() -> None:
     with pytest.raises(Unavailable, match="No engine"):
         Registry(EPOCH, Clock(), policy=DEFAULT_POLICY).pick(near())
+
+
+def test_the_engine_that_a_request_prefers_comes_before_its_subset(registry: Registry) -> None:
+    preferred = next(name for name in NAMES if name not in NEAR)
+    registry.join(identity(preferred, epoch=2), report(waiting=9))
+    assert {picked(registry.pick(near(preferred_engine=preferred))) for _ in range(9)} == {preferred}
+    assert picked(registry.pick(near(preferred_engine="not-there"))) in NEAR
+    failed = [EngineRef(engine_id=preferred, epoch=2)]
+    assert picked(registry.pick(near(preferred_engine=preferred, exclude=failed))) != preferred
+    registry.join(identity(preferred, epoch=3), report(kv_usage=1.0))
+    assert picked(registry.pick(near(preferred_engine=preferred))) != preferred, "only others have room"
+    registry.join(identity(preferred, epoch=4), report(state=EngineState.ENGINE_STATE_DRAINING))
+    assert picked(registry.pick(near(preferred_engine=preferred))) != preferred
+
+
+def test_an_engine_of_one_role_is_not_preferred() -> None:
+    """Alone it would prefill and find none to hand the KV to."""
+    registry = Registry(EPOCH, Clock(), policy=DEFAULT_POLICY)
+    for role in (EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE):
+        for number in range(2):
+            registry.join(identity(f"{role}-{number}"), report(role=role))
+    wanted = request(role=EngineRole.ENGINE_ROLE_PREFILL, prompt_tokens=600, preferred_engine="2-1")
+    answers = [registry.pick(wanted) for _ in range(2)]
+    assert {picked(each) for each in answers} == {f"{EngineRole.ENGINE_ROLE_PREFILL}-{number}" for number in range(2)}
+    assert not any(each.whole_request for each in answers)

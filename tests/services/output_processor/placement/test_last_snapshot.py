@@ -205,6 +205,16 @@ def test_a_subset_is_used_as_the_coordinator_does() -> None:
     assert snapshot.pick(request, failed).engine.engine_id not in near
 
 
+def test_the_engine_that_a_request_prefers_is_used_as_the_coordinator_does() -> None:
+    snapshot = fleet(*(entry(identity(name)) for name in ("a", "b")), entry(identity("c"), role=PREFILL))
+    request = PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, preferred_engine="b")
+    assert [snapshot.pick(request).engine.engine_id for _ in range(5)] == ["b"] * 5
+    assert snapshot.pick(request, [EngineKey("b", 1)]).engine.engine_id == "a"
+    for name in ("c", "not-there"):
+        request.preferred_engine = name
+        assert {snapshot.pick(request).engine.engine_id for _ in range(9)} <= {"a", "b"}
+
+
 def test_a_prefix_is_placed_where_the_coordinator_has_placed_it_until_that_engine_has_too_much_to_do() -> None:
     registry = Registry(1, Clock(), policy=DEFAULT_POLICY, settle_seconds=0)
     feed = SnapshotFeed(registry)

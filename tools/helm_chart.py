@@ -28,6 +28,7 @@ COMPONENTS = (
     "cert-manager",
     "otlp",
     "scale-to-zero",
+    "service-monitors",
 )
 ONLY_WITH = {"scale-to-zero": ("keda", "keda-disaggregated"), "engine-pool": ("cpu", "gpu", "keda")}
 """The overlays for which a component is meant, if not for all."""

@@ -150,7 +150,7 @@ def check_models(chart: Chart) -> None:
         },
         {"name": "small", "overlay": "keda-disaggregated", "components": ["scale-to-zero"]},
     ]
-    shared = ["model-store", "cert-manager", "http-route"]
+    shared = ["model-store", "cert-manager", "http-route", "service-monitors"]
     objects = chart.render("other", release="a", models=models, components=shared)
     check_meshes(objects)
     meshes = {"chat": ("cpu", "encoder"), "small": ("keda-disaggregated", "scale-to-zero")}
@@ -166,6 +166,12 @@ def check_models(chart: Chart) -> None:
     assert objects["HorizontalPodAutoscaler/a-chat-engine"]["spec"]["maxReplicas"] == 16
     assert objects["StatefulSet/a-chat-engine"]["spec"]["minReadySeconds"] == 4
     queries = [each["metadata"]["query"] for each in objects["ScaledObject/a-small-engine-decode"]["spec"]["triggers"]]
+    monitors = {key for key in objects if key.startswith("ServiceMonitor/")}
+    assert {"ServiceMonitor/a-gateway", "ServiceMonitor/a-chat-engine", "ServiceMonitor/a-small-engine"} < monitors
+    for key in monitors:
+        selector = objects[key]["spec"]["selector"]["matchLabels"].items()
+        chosen = [name for name, each in objects.items() if name.startswith("Service/") and selector <= _labels(each)]
+        assert chosen or key.endswith("-encoder"), f"{key} reads nothing"
     of_gateways = 'namespace="other",job="a-gateway",model_name="small"'
     assert sum(of_gateways in query for query in queries) == 2, queries
     for wrong in (
@@ -282,6 +288,10 @@ def _common(*build_arguments: str) -> dict[str, Any]:
 def _image(workload: dict[str, Any]) -> str:
     (container,) = _containers(workload)
     return str(container["image"])
+
+
+def _labels(each: dict[str, Any]) -> Any:
+    return each["metadata"]["labels"].items()
 
 
 def _containers(workload: dict[str, Any]) -> list[dict[str, Any]]:

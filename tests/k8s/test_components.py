@@ -18,6 +18,7 @@ CUSTOM = {
     "HTTPRoute": "gateway.networking.k8s.io/v1",
     "InferencePool": "inference.networking.k8s.io/v1",
     "Issuer": "cert-manager.io/v1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
 }
 READERS = ("Deployment/tokenizer", "Deployment/output-processor", "StatefulSet/engine")
 """The workloads that read the model's files."""

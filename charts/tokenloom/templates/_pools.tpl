@@ -97,7 +97,7 @@ Keys stay as they are. */ -}}
 {{- /* Whether .key names an object that all models share: what clients reach, and what a release has once. */ -}}
 {{- define "tokenloom.isShared" }}
 {{- $kind := splitList "/" .key | first }}
-{{- $shared := list "Deployment/gateway" "Service/gateway" "HorizontalPodAutoscaler/gateway" "PodDisruptionBudget/gateway" "ServiceAccount/gateway" "ConfigMap/tokenloom-hub" "PersistentVolumeClaim/models" "HTTPRoute/gateway" "GRPCRoute/gateway" "InferencePool/gateway" }}
+{{- $shared := list "Deployment/gateway" "Service/gateway" "HorizontalPodAutoscaler/gateway" "PodDisruptionBudget/gateway" "ServiceAccount/gateway" "ConfigMap/tokenloom-hub" "PersistentVolumeClaim/models" "HTTPRoute/gateway" "GRPCRoute/gateway" "InferencePool/gateway" "ServiceMonitor/gateway" }}
 {{- if or (has .key $shared) (has $kind (list "Certificate" "Issuer")) }}yes{{ end }}
 {{- end -}}
 {{- /* Gives the engines of a pool their numbers, resources and settings. .key: the object's kind and name in k8s/. */ -}}

@@ -14,11 +14,10 @@ from .files.config_reader import is_pickled, read_wrapper, weight_files
 from .files.fused_experts import OpenFiles, SplitExperts
 from .files.quantized_weight import PackedWeight
 from .files.text_part import text_tensor
-from .quantization.awq import find_awq
 from .quantization.compressed_tensors import find_compressed
 from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Mxfp4, Scheme
 from .quantization.fp8 import find_fp8
-from .quantization.gptq import find_gptq
+from .quantization.grouped_integers import find_awq, find_gptq
 from .quantization.mxfp4 import find_mxfp4
 from .quantization.scheme import Found, TensorFiles, is_kv_scale
 

@@ -1,17 +1,20 @@
 """``/v1/messages``: reads bodies and shapes answers."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
-from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
+from ..http.http_exchange import ErrorForm
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, ignored_members, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openapi.request_schemas import MessagesRequest
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .context_edits import ignored_edits, read_edits
-from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer, MessageReports
 from .messages_body import chat_body, lifetimes, most_tokens, previous_message, session
 
@@ -69,3 +72,77 @@ class MessagesApi:
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> MessageAnswer:
         return MessageAnswer(generation, options)
+
+
+_TURN = frozenset({"role", "content"})
+_TOOL = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control"})
+_METADATA = frozenset({"user_id"})
+_THINKING = frozenset({"type", "budget_tokens"})
+_OUTPUT = frozenset({"effort", "format"})
+_CHOICE = frozenset({"type", "name", "disable_parallel_tool_use"})
+_BLOCKS: Mapping[str, frozenset[str]] = {
+    "text": frozenset({"type", "text", "cache_control"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "cache_control"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+    "thinking": frozenset({"type", "thinking", "signature"}),
+    "redacted_thinking": frozenset({"type", "data"}),
+    "document": frozenset({"type", "source", "cache_control"}),
+    "image": frozenset({"type", "source", "cache_control"}),
+}
+"""The members of a block that are read, or that only the service which made them can read."""
+
+
+def ignored_in_message(fields: MessagesRequest, *, keeps_budget: bool) -> tuple[str, ...]:
+    """Return the members of a request that have no effect, each once. The request was checked.
+
+    ``keeps_budget``: whether a budget of thinking is kept.
+    """
+    found = [*_in_blocks("system[]", fields.system), *ignored_members("messages[]", fields.messages, _TURN)]
+    for turn in fields.messages:
+        found += _in_blocks("messages[].content[]", turn.get("content"))
+    found += ignored_members("tools[]", fields.tools or (), _TOOL)
+    if fields.metadata:
+        found += ignored_members("metadata", (fields.metadata,), _METADATA)
+    found += ignored_members("tool_choice", (fields.tool_choice,), _CHOICE)
+    found += ignored_members(
+        "thinking", (fields.thinking,), _THINKING if keeps_budget else _THINKING - {"budget_tokens"}
+    )
+    found += ignored_members("output_config", (fields.output_config,), _OUTPUT)
+    return tuple(dict.fromkeys(found)) if found else ()
+
+
+def _in_blocks(where: str, blocks: str | Sequence[Any] | None) -> Iterator[str]:
+    if not isinstance(blocks, list):
+        return
+    for block in blocks:
+        yield from ignored_members(where, (block,), _BLOCKS[block["type"]])
+        if block["type"] == "tool_result":
+            yield from _in_blocks(f"{where}.content[]", block.get("content"))
+
+
+_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: errors.TokenloomError) -> dict[str, object]:
+    """Return the JSON body of an error. The field that is wrong stands before the message."""
+    message = error.message
+    if isinstance(error, errors.ContextLengthExceeded):
+        # Anthropic's clients shorten a conversation where they read these words. Another part's error has no numbers.
+        counts = f": {error.num_tokens} tokens > {error.max_tokens} maximum" if error.num_tokens else ""
+        message = f"prompt is too long{counts}. {message}"
+    elif error.field is not None and error.field not in message:
+        message = f"{error.field}: {message}"
+    return {"type": "error", "error": {"type": _TYPES.get(error.http_status, "api_error"), "message": message}}
+
+
+ANTHROPIC = ErrorForm(error_body, event_name=b"error", id_header=b"request-id")

@@ -1,13 +1,14 @@
 """Reads requests of the public gRPC API, and of its sessions: prompts that continue after they were answered."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from google.protobuf.message import Message
 
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.output_constraints import relax
 from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
@@ -218,3 +219,19 @@ def read_cancellation(request: inference_pb2.InferenceCancelRequest, tenant: Ten
 
 def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
     return fingerprint("Generate", request.SerializeToString(deterministic=True))
+
+
+T = TypeVar("T")
+
+
+async def next_request(requests: AsyncIterator[T], idle_seconds: float, noun: str) -> T | None:
+    """Return the next request of a stream; None at its end. ``noun``: what the method calls a request.
+
+    Raises ``DeadlineExceeded`` after ``idle_seconds`` without one: an open stream is one of the calls that the server
+    may have, also while it says nothing.
+    """
+    try:
+        async with asyncio.timeout(idle_seconds):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no {noun} arrived within {idle_seconds:g} s") from None

@@ -25,10 +25,10 @@ from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
 from ..tenants.tenant_shares import TenantShare, TenantShares
-from .client_stream import next_request
 from .inference_request import (
     InputSession,
     field_names,
+    next_request,
     read_cancellation,
     read_request,
     read_resume_token,

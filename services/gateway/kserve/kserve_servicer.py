@@ -15,7 +15,7 @@ from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from ..generation.running_generation import RunningGeneration
 from ..generation.running_pooling import RunningPooling
-from ..grpc.client_stream import next_request
+from ..grpc.inference_request import next_request
 from ..http.http_exchange import IGNORED_HEADER, listed
 from ..openai.answer import finish_reason
 from ..openai.body_reader import BodyReader

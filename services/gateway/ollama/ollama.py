@@ -1,25 +1,36 @@
-"""Defines the bodies of Ollama's API, and translates them into the bodies of chats and completions."""
+"""Ollama's API: translates its bodies into those of chats and completions, shapes answers, and serves its endpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
+from tokenloom.request import errors
 from tokenloom.request.errors import ContextLengthExceeded, InvalidArgument, TokenloomError
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.request.tool_format import ToolFormat
 from tokenloom.v1 import types_pb2
 
+from ..assistant.message_plans import CallDelta, MessagePlans, OutputReader, calls_of, reasoning_of, text_of
+from ..encoding.sse import encode_json
+from ..endpoints.generation_endpoint import GenerationEndpoint
+from ..formats.call_arguments import read_arguments
 from ..formats.call_parser import numbered_call_id
 from ..generation.running_generation import RunningGeneration
-from ..http.http_exchange import ErrorForm
+from ..http.http_exchange import ErrorForm, HttpExchange
+from ..http.request_body import BodyParser
+from ..mesh.collector import Delta
+from ..openai.answer import finish_reason
 from ..openai.body_reader import AnswerOptions, Body, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
 from ..openapi.ollama_schemas import OllamaRequest
 from ..openapi.request_schemas import CommonFields
 from ..records.generate_request import GenerateRequest
+from ..serving.served_mesh import ServedMesh
 from ..tenants.tenant import Tenant
-from .ollama_answer import OllamaAnswer
+from .ollama_models import show_model
 
 _ANY_NUMBER = 2**32 - 1
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -172,7 +183,7 @@ class OllamaApi:
             request, options = self.chats.read(chat, tenant)
         return replace(request, most_tokens=most), options
 
-    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> OllamaAnswer:
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "OllamaAnswer":
         return OllamaAnswer(generation, options, is_chat=self.is_chat)
 
 
@@ -182,3 +193,154 @@ def is_zero(keep_alive: object) -> bool:
         digits = [char for char in keep_alive if char.isdecimal()]
         return bool(digits) and set(digits) == {"0"}
     return keep_alive == 0 and not isinstance(keep_alive, bool)
+
+
+class OllamaAnswer:
+    """Shapes the assistant's next turn. Calls are sent at the end, when their arguments are complete."""
+
+    def __init__(self, generation: RunningGeneration, options: AnswerOptions, *, is_chat: bool) -> None:
+        self._generation, self._model, self._is_chat = generation, generation.model, is_chat
+        is_open, may_reason = generation.opens_reasoning, generation.may_reason
+        self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def first_events(self) -> bytes:
+        return b""
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the line of some output; empty while nothing is certain."""
+        content, thoughts = self._read(delta)
+        return self._line(content, thoughts) if content or thoughts else b""
+
+    def last_events(self) -> bytes:
+        # Before the last line, whose message Ollama's own clients do not read.
+        calls = self._line(calls=self._calls) if self._calls else b""
+        return calls + self._line(ends=True)
+
+    def keep_alive(self) -> bytes:
+        return self._line()
+
+    def repeat(self, delta: Delta) -> None:
+        self._read(delta)
+
+    def is_large(self, delta: Delta) -> bool:
+        return False
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        return iter(())
+
+    def add(self, delta: Delta) -> None:
+        content, thoughts = self._read(delta)
+        self._content.append(content)
+        self._thoughts.append(thoughts)
+
+    def body(self) -> Iterator[bytes]:
+        yield self._line("".join(self._content), "".join(self._thoughts), self._calls, ends=True)
+
+    def _read(self, delta: Delta) -> tuple[str, str]:
+        """Keep the calls of some output, and return its text and its reasoning."""
+        added = self._reader.feed(delta.text, ends=delta.finished is not None)
+        for call in calls_of(added):
+            if call.call_id:
+                self._calls.append(call)
+            else:
+                self._calls[-1].arguments += call.arguments
+        return text_of(added), reasoning_of(added)
+
+    def _line(
+        self, text: str = "", thoughts: str = "", calls: list[CallDelta] | None = None, ends: bool = False
+    ) -> bytes:
+        turn: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
+        turn["content" if self._is_chat else "response"] = text
+        if calls:
+            is_cut = finish_reason(self._generation.finished[0]) != "stop"  # which is a stop string's reason as well
+            read = partial(read_arguments, is_cut=is_cut)
+            functions = ({"name": call.name, "arguments": read(call.arguments)} for call in calls)
+            turn["tool_calls"] = [{"function": function} for function in functions]
+        line = line_of(self._model, turn, is_chat=self._is_chat, ends=ends)
+        return encode_json(line | (self._ending() if ends else {})) + b"\n"
+
+    def _ending(self) -> dict[str, object]:
+        """Return why the answer ended, and the counts and nanoseconds of which clients make tokens per second."""
+        generation = self._generation
+        usage, times, total = generation.usage, generation.timeline, generation.total_ns
+        before = times.tokenize_ns + times.placement_ns + times.queued_ns
+        # All that follows the prompt, not the time between the arrivals of tokens: a short answer may arrive at once.
+        # At least 1, because clients divide by it.
+        rest = total - before - times.prefill_ns
+        return {
+            "done_reason": finish_reason(generation.finished[0]),
+            "total_duration": total,
+            "load_duration": before,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": max(times.prefill_ns, 1),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": max(rest, 1),
+        }
+
+
+def line_of(model: str, turn: dict[str, Any], *, is_chat: bool, ends: bool) -> dict[str, Any]:
+    """Return a part of an answer. ``turn``: members of the message, or of the line itself."""
+    line: dict[str, Any] = {"model": model, "created_at": datetime.now(UTC).isoformat()}
+    line |= {"message": {"role": "assistant", **turn}} if is_chat else turn
+    return line | {"done": ends}
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaEndpoint:
+    """Answers in a conversation or to a prompt. A request without either loads or unloads the model in Ollama; here the
+    engines stay."""
+
+    endpoint: GenerationEndpoint
+    api: OllamaApi
+
+    async def __call__(self, exchange: HttpExchange) -> None:
+        held = [await self.endpoint.read(exchange)]
+        nothing = held[0][1].request
+        if not isinstance(nothing, NothingAsked):
+            await self.endpoint(exchange, held)
+            return
+        adapter = held[0][0].adapter
+        name = self.endpoint.names.own[0] if adapter is None else adapter.name
+        turn = {"content" if self.api.is_chat else "response": ""}
+        line = line_of(name, turn, is_chat=self.api.is_chat, ends=True) | {"done_reason": nothing.reason}
+        await exchange.respond(200, encode_json(line))
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaModelCalls:
+    """Answers calls that name a model in their body."""
+
+    mesh: ServedMesh
+    plans: MessagePlans
+    parser: BodyParser
+    max_body_bytes: int
+    began: str
+    """When the gateway started."""
+
+    async def show(self, exchange: HttpExchange) -> None:
+        """Describe a model. Raises ``ModelNotFound``."""
+        await self._read(exchange)
+        await exchange.respond(200, encode_json(show_model(self.mesh, self.plans, self.began)))
+
+    async def pull(self, exchange: HttpExchange) -> None:
+        """Report that a served model is there. Raises ``ModelNotFound`` for others: a mesh draws no models."""
+        body = await self._read(exchange)
+        done = encode_json({"status": "success"})
+        if body.get("stream") is False:
+            await exchange.respond(200, done)
+        else:
+            await exchange.respond(200, done + b"\n", b"application/x-ndjson")
+
+    async def refuse(self, exchange: HttpExchange) -> None:
+        """Raise ``Unimplemented``."""
+        raise errors.Unimplemented("the models of a mesh are those that its operator has started; none can be changed")
+
+    async def _read(self, exchange: HttpExchange) -> Body:
+        with await exchange.read_body(self.max_body_bytes) as received:
+            body = await self.parser.read(received.data, dict)
+        # Older clients of Ollama send the model's name as `name`.
+        self.mesh.models.find(body.get("model") or body.get("name"))
+        return body

@@ -6,8 +6,7 @@ from dataclasses import replace
 from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
 from ..http.request_body import BodyParser
 from ..http.route import Handler, Route, Routes
-from ..ollama.ollama import OllamaApi
-from ..ollama.ollama_endpoint import OllamaEndpoint, OllamaModelCalls
+from ..ollama.ollama import OllamaApi, OllamaEndpoint, OllamaModelCalls
 from ..ollama.ollama_models import VERSION, OllamaModels
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi

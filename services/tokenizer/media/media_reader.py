@@ -15,11 +15,8 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaKind, MediaRun
 
+from .families import Gemma4, Idefics, InternVL, OneVision, Pixtral, Qwen, Qwen2Audio, gemma3, llava
 from .media_text import OPTIONS_FIELD, Entries, MediaFamily, MediaText, ShownMedia
-from .scaled import Gemma4, Pixtral, Qwen
-from .sound import Qwen2Audio
-from .tiled import Idefics, InternVL, OneVision
-from .uniform import gemma3, llava
 
 _FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 """What the rows of an image or a sound depend on, beside the weights."""

@@ -1,5 +1,6 @@
 """``tokenloom run-batch`` answers a file of requests in OpenAI's batch format."""
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -7,8 +8,8 @@ import typer
 
 from tokenloom.process.uncollected_imports import uncollected_imports
 
-from ..failures import FAILED, reported
-from ..server import ApiKey, BaseUrl, connect
+from ..failures import FAILED, INTERRUPTED, reported
+from ..server import ApiKey, BaseUrl, Server, connect
 from .batch_run import BatchWork
 from .jsonl import LineWriter, check_apart
 
@@ -38,10 +39,37 @@ def run_batch(
         if model is None:
             work.run(connect(base_url, api_key, timeout))
         else:
-            with uncollected_imports():
-                from .batch_mesh import run_with_mesh  # here, because it takes gRPC, which the help does not need
-
-            run_with_mesh(model, engines, timeout, work)
+            _run_with_mesh(model, engines, timeout, work)
     if work.num_failed:
         typer.secho(f"{work.num_failed} of {work.num_done} requests failed", fg="red", err=True)
         raise typer.Exit(FAILED)
+
+
+def _run_with_mesh(model: str, engines: int, timeout: float, work: BatchWork) -> None:
+    """Run a mesh of this model for the requests. Exit with status 130 after a signal; print the parts' last log lines
+    if the mesh does not start."""
+    with uncollected_imports():  # here, because they take gRPC, which the help does not need
+        from tokenloom.supervisor.layout import MeshOptions
+        from tokenloom.supervisor.mesh import Mesh, run_mesh
+        from tokenloom.supervisor.output import LineCopier, Tail
+
+        from ..model_directory import model_directory
+
+    path, name = model_directory(model, None)
+    options = MeshOptions(model=path, served_model_name=name, engines=engines, port=0, drain_timeout=5.0)
+    logs = Tail()
+
+    async def ask(mesh: Mesh) -> None:
+        await mesh.wait_serving()
+        try:
+            await asyncio.to_thread(work.run, Server(f"http://{mesh.gateways[0].http}", timeout=timeout))
+        finally:
+            work.stop()
+
+    try:
+        outcome = run_mesh(options, LineCopier(logs), ask)
+    except Exception:
+        typer.echo(logs.text(), err=True)
+        raise
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)

@@ -1,7 +1,9 @@
-"""Reads GPTQ checkpoints: integers packed along the inputs, scales and zero points by group, inputs in any order.
+"""Reads checkpoints of integers with a scale for each group of inputs, in the layouts of GPTQ and of AWQ.
 
-For a layer of ``in`` inputs and ``out`` outputs the file holds ``qweight`` int32 [in * bits / 32, out], ``qzeros``
-int32 [groups, out * bits / 32], ``scales`` [groups, out] and ``g_idx`` int32 [in], the group of each input.
+For a layer of ``in`` inputs and ``out`` outputs, a file of GPTQ holds ``qweight`` int32 [in * bits / 32, out], packed
+along the inputs, ``qzeros`` int32 [groups, out * bits / 32], ``scales`` [groups, out] and ``g_idx`` int32 [in], the
+group of each input. In the "gemm" layout of AWQ, 4-bit integers are packed along the outputs, in an order of their own:
+``qweight`` int32 [in, out / 8], ``qzeros`` int32 [groups, out / 8] and ``scales`` [groups, out].
 """
 
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..files.quantized_weight import unpack_words
-from .entries import Gptq
+from .entries import AWQ_BITS, Awq, Gptq
 from .scheme import Codes, Found, TensorFiles, check_part, find_layers, groups_of, packed_codes, part_shape, read_order
 
 
@@ -48,3 +50,39 @@ def _zeros(entries: Gptq, words: Tensor, name: str) -> Tensor:
             raise ValueError(f"{name} holds other zero points than {middle}, but quantization_config: sym is true")
         return torch.full_like(stored, middle)
     return stored + entries.zero_shift & (1 << entries.bits) - 1
+
+
+_PER_WORD = 8
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""At which place of a word, from the lowest bits, each of its eight outputs is stored."""
+
+
+def find_awq(entries: Awq, files: TensorFiles) -> Mapping[str, Found]:
+    """Return the quantized weights, as :mod:`.scheme` says."""
+    return find_layers(files, ".qweight", partial(_find_awq, entries))
+
+
+def _find_awq(entries: Awq, files: TensorFiles, layer: str) -> Found:
+    weight, zeros, scales = (f"{layer}.{part}" for part in ("qweight", "qzeros", "scales"))
+    inputs, words = part_shape(files, weight)
+    outputs = words * _PER_WORD
+    group, num_groups = groups_of(inputs, entries.group_size)
+    check_part(files, scales, num_groups, outputs)
+    if entries.zero_point:
+        check_part(files, zeros, num_groups, words)
+
+    def read(first: int, last: int) -> Codes:
+        some = slice(first // _PER_WORD, -(-last // _PER_WORD))
+        codes = _unpack_awq(files.read(weight)[:, some])
+        zero = _unpack_awq(files.read(zeros)[:, some]) if entries.zero_point else None
+        return Codes(codes, zero, files.read(scales)[:, first:last].t())
+
+    packed = packed_codes((outputs, inputs), AWQ_BITS, group, entries.zero_point, read)
+    return Found(packed, (weight, zeros, scales))
+
+
+def _unpack_awq(words: Tensor) -> Tensor:
+    """Return int32 words [n, m] as uint8 [8 * m, n]: outputs first."""
+    codes = unpack_words(words, AWQ_BITS)
+    ordered = codes.view(len(codes), -1, _PER_WORD)[..., _PLACES]
+    return ordered.flatten(1).t().contiguous()

@@ -22,12 +22,14 @@ from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
+from tokenloom.v1.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from .batches.batches_api import Batches, absent_routes, open_batches
 from .generation.resumable import UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .grpc.observed_calls import observe_calls
+from .grpc.vllm_servicer import VllmEngineServicer
 from .http.app import App, BrowserGuard, ClientAccess
 from .http.internal_call import InternalCalls
 from .http.request_body import BodyParser
@@ -306,6 +308,9 @@ def _add_grpc_services(
     kserve = KServeServicer(reader, meshes, shares, settings.request_timeout)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
     host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
+    of_vllm = {"Generate": vllm_engine_pb2.GenerateRequest, "Abort": vllm_engine_pb2.AbortRequest}
+    servicer = VllmEngineServicer(reader, meshes, shares)
+    host.add_servicer(bounded(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, of_vllm), servicer)
 
 
 async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, recent: RecentRequests) -> Routes:

@@ -15,7 +15,7 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.output_processor_pb2 import ProcessInput
+from tokenloom.v1.output_processor_pb2 import DetokenizeRequest, DetokenizeResponse, ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
@@ -26,6 +26,7 @@ from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
 from .request.metrics import OutputProcessorMetrics
 from .request.requests import LiveRequestLimit, Requests, SampleGroup, default_prompt_bytes
+from .text.continued_text import detokenize
 from .text.vocabulary import Vocabulary
 
 Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]
@@ -33,7 +34,7 @@ Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo
 
 
 class OutputProcessorService:
-    """Serves ``OutputProcessor.Process``.
+    """Serves ``OutputProcessor``.
 
     Attributes:
         requests: The requests in work, once started.
@@ -100,7 +101,7 @@ class OutputProcessorService:
         )
         self._draining.push_async_callback(_drain, streams, requests, settings.drain)
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, streams))
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, streams, vocabulary))
 
     async def drain(self) -> None:
         await self._draining.aclose()
@@ -115,10 +116,11 @@ async def _cancelled(task: "asyncio.Task[Any]") -> None:
 
 
 class _Servicer(OutputProcessorServicer):
-    def __init__(self, hello: Hello, requests: Requests, streams: GatewayStreams) -> None:
+    def __init__(self, hello: Hello, requests: Requests, streams: GatewayStreams, vocabulary: Vocabulary) -> None:
         self._hello = hello
         self._requests = requests
         self._streams = streams
+        self._vocabulary = vocabulary
 
     async def Process(  # type: ignore[override]  # it writes to the context, because a generator costs more per frame
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
@@ -126,6 +128,9 @@ class _Servicer(OutputProcessorServicer):
         stream = GatewayStream(self._hello, self._requests)
         with self._streams.joined(stream):
             await stream.run(request_iterator, context.write)
+
+    async def Detokenize(self, request: DetokenizeRequest, context: Any) -> DetokenizeResponse:
+        return await detokenize(self._vocabulary, request)
 
 
 async def _drain(streams: GatewayStreams, requests: Requests, mode: Drain) -> None:

@@ -10,6 +10,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("context_ids", "token_ids", "text", "held_text", "ends", "min_tokens", "single_ids")
+    CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    HELD_TEXT_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    context_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: TextOptions
+    held_text: str
+    ends: bool
+    min_tokens: int
+    single_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, context_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., held_text: _Optional[str] = ..., ends: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., single_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text", "context_ids", "held_text", "stop_string", "single_bytes")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TEXT_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    context_ids: _containers.RepeatedScalarFieldContainer[int]
+    held_text: str
+    stop_string: str
+    single_bytes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, text: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., held_text: _Optional[str] = ..., stop_string: _Optional[str] = ..., single_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class ProcessInput(_message.Message):
     __slots__ = ("hello", "submit", "resume", "cancel_slots", "credit", "withdraw")
     HELLO_FIELD_NUMBER: _ClassVar[int]

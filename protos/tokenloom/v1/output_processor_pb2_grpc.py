@@ -41,6 +41,11 @@ class OutputProcessorStub:
                 request_serializer=tokenloom_dot_v1_dot_output__processor__pb2.ProcessInput.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.ProcessFrame.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/tokenloom.v1.OutputProcessor/Detokenize',
+                request_serializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class OutputProcessorServicer:
@@ -56,6 +61,14 @@ class OutputProcessorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Turns output tokens of others into text as they come. It keeps nothing: the caller sends what the last response said. INVALID_ARGUMENT
+        for too many tokens and for wrong options.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OutputProcessorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +76,11 @@ def add_OutputProcessorServicer_to_server(servicer, server):
                     servicer.Process,
                     request_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.ProcessInput.FromString,
                     response_serializer=tokenloom_dot_v1_dot_output__processor__pb2.ProcessFrame.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,6 +112,33 @@ class OutputProcessor:
             '/tokenloom.v1.OutputProcessor/Process',
             tokenloom_dot_v1_dot_output__processor__pb2.ProcessInput.SerializeToString,
             tokenloom_dot_v1_dot_output__processor__pb2.ProcessFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.OutputProcessor/Detokenize',
+            tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeRequest.SerializeToString,
+            tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class OutputProcessorStub:
     """Carries requests and text: one stream per pair of gateway and output processor, with hello, slots, credit, frames and heartbeats as in
     Engine.Connect. If the stream breaks, its requests are kept for the resume window, then aborted.
     """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_output_processor_pb2.DetokenizeRequest, _output_processor_pb2.DetokenizeResponse]
+    """Turns output tokens of others into text as they come. It keeps nothing: the caller sends what the last response said. INVALID_ARGUMENT
+    for too many tokens and for wrong options.
+    """
 
 @_typing.type_check_only
 class OutputProcessorAsyncStub(OutputProcessorStub):
@@ -50,6 +54,10 @@ class OutputProcessorAsyncStub(OutputProcessorStub):
     Process: _aio.StreamStreamMultiCallable[_output_processor_pb2.ProcessInput, _output_processor_pb2.ProcessFrame]  # type: ignore[assignment]
     """Carries requests and text: one stream per pair of gateway and output processor, with hello, slots, credit, frames and heartbeats as in
     Engine.Connect. If the stream breaks, its requests are kept for the resume window, then aborted.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_output_processor_pb2.DetokenizeRequest, _output_processor_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Turns output tokens of others into text as they come. It keeps nothing: the caller sends what the last response said. INVALID_ARGUMENT
+    for too many tokens and for wrong options.
     """
 
 class OutputProcessorServicer(metaclass=_abc_1.ABCMeta):
@@ -65,6 +73,16 @@ class OutputProcessorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_output_processor_pb2.ProcessFrame], _abc.AsyncIterator[_output_processor_pb2.ProcessFrame]]:
         """Carries requests and text: one stream per pair of gateway and output processor, with hello, slots, credit, frames and heartbeats as in
         Engine.Connect. If the stream breaks, its requests are kept for the resume window, then aborted.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _output_processor_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_output_processor_pb2.DetokenizeResponse, _abc.Awaitable[_output_processor_pb2.DetokenizeResponse]]:
+        """Turns output tokens of others into text as they come. It keeps nothing: the caller sends what the last response said. INVALID_ARGUMENT
+        for too many tokens and for wrong options.
         """
 
 def add_OutputProcessorServicer_to_server(servicer: OutputProcessorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

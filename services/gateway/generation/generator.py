@@ -25,7 +25,7 @@ from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_run import BeamTexts
 from .charge import Charges
 from .encoded_prompt import add_hashes
-from .preparation import MeshLinks, Preparer, RequestContext, cache_salt
+from .preparation import MeshLinks, Prepared, Preparer, RequestContext, cache_salt
 from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
@@ -98,6 +98,15 @@ class Generator:
     def default_timeout(self) -> float:
         """Seconds of a request that asks for no other time."""
         return self._context.default_timeout
+
+    @property
+    def reasoning_marks(self) -> ReasoningMarks | None:
+        """The marks around the model's reasoning; None: they are not known."""
+        return self._reasoning_marks
+
+    def draw_id(self) -> str:
+        """Return a random id."""
+        return self._context.draw_id()
 
     @property
     def mesh_load(self) -> MeshLoad:
@@ -247,6 +256,10 @@ class Generator:
                 chat, want_token_strings=want_token_strings, tenant=tenant.name, media=sizes
             )
             return (await encoding).prompt
+
+    async def render(self, request: GenerateRequest) -> Prepared:
+        """Return what would be sent to output processors, without sending it. Raises as :meth:`open`."""
+        return await self._preparer.prepare(request)
 
     def limits(self) -> types_pb2.ModelLimits:
         """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""

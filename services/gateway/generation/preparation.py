@@ -210,6 +210,9 @@ class Preparer:
                 turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
         else:
             prompts = await encode_prompts(self._tokenizers, request, request.prompts, keep, salt, limits)
+            if request.reasoning_start:
+                for prompt in prompts:
+                    prompt.reasoning_start = request.reasoning_start
             sound = sound_of(request.prompts)
         if keep is not None:
             prompts = [truncated(prompt, keep) for prompt in prompts]

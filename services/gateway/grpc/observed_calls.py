@@ -18,6 +18,7 @@ _RECORDED = frozenset(
         *(f"tokenloom.v1.Inference/{name}" for name in ("Embed", "Classify", "Score", "Pool")),
         "inference.GRPCInferenceService/ModelInfer",
         "inference.GRPCInferenceService/ModelStreamInfer",
+        "vllm.grpc.engine.VllmEngine/Generate",
     )
 )
 """Other methods only read: their successful calls are counted but not recorded."""

@@ -33,6 +33,8 @@ class Route:
     """Whether it may answer with server-sent events."""
     streams_lines: bool = False
     """Whether it may answer with lines of JSON, each like a whole answer."""
+    answers_list: bool = False
+    """Whether the answer is a list of the type."""
     may_be_away: bool = False
     """Whether a 503 response has the same body."""
     is_open: bool = False

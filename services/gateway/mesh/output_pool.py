@@ -252,6 +252,10 @@ class OutputPool:
         else:
             self._fall_backs.end("wrong_peer", link.address)
 
+    def stubs(self) -> "list[output_processor_pb2_grpc.OutputProcessorAsyncStub]":
+        """Return what calls the output processors that are connected, the next in turn first."""
+        return [link.stub for link in self._able()]
+
     def _connect_all(self) -> bool:
         """Connect to all output processors for a while, because any of them may have a request that was begun
         elsewhere. Returns whether this gateway works with some of them otherwise: then others work with others."""

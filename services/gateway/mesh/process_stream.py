@@ -300,7 +300,10 @@ class OutputLink:
         changed_at: When it was lost, or returned, last; -inf if it was never lost.
         is_left: Whether its present incarnation has sent :data:`MAX_WRONG_FRAMES` wrong frames, so that it gets no
             requests that another one can run.
+        stub: Calls it, while ``stream`` is live.
     """
+
+    stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub"
 
     def __init__(
         self,
@@ -334,6 +337,7 @@ class OutputLink:
     async def connect(self, stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub") -> None:
         """Keep one incarnation of the stream to its end, then back off."""
         stream = ProcessStream(self._owner, self._is_needed)
+        self.stub = stub
         try:
             message = pb.ProcessInput(hello=self._ours)
             error = await stream.serve(stub.Process(), message, lambda frame: self._greet(stream, frame))

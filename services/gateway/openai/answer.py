@@ -8,7 +8,7 @@ from typing import Any
 from tokenloom.request.routed_rows import to_npy
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
-from ..assistant.message_plans import CallDelta, OutputReader, calls_of, reasoning_of, text_of
+from ..assistant.message_plans import CallDelta, MessagePlan, OutputReader, calls_of, reasoning_of, text_of
 from ..encoding import sse
 from ..encoding.sse import JsonBlocks, joined
 from ..generation.running_generation import RunningGeneration
@@ -187,9 +187,11 @@ class ChatAnswer:
         self._has_details = base.has_details or base.options.plan is not None
         # The token that ends an output is not part of its text, so it has no entry, as in OpenAI's API.
         self._ends: Sequence[int] = () if base.options.shows_stop else base.generation.stop_token_ids
-        self._turns: list[_Turn] = []
+        generation, self._turns = base.generation, list[AssistantTurn]()
         for index in range(self._live):
-            self._turns.append(_Turn(base, index))
+            ends = self._writer.text_ends(index, b'"delta":{"content":', b"}")
+            turn = AssistantTurn(base.options.plan, generation.opens_reasoning, generation.may_reason, ends)
+            self._turns.append(turn)
 
     def first_events(self) -> bytes:
         """Return the events before any output."""
@@ -280,11 +282,11 @@ class ChatAnswer:
         yield from self._base.prompt_logprobs(0)
         yield sse.members(self._own_members())
 
-    def _blocks(self, index: int, turn: "_Turn") -> Iterator[bytes]:
+    def _blocks(self, index: int, turn: "AssistantTurn") -> Iterator[bytes]:
         yield from choice_blocks(self._choice(index, turn), _logprobs(turn.logprobs))
         yield b"}"
 
-    def _content_event(self, delta: Delta, turn: "_Turn") -> bytes:
+    def _content_event(self, delta: Delta, turn: "AssistantTurn") -> bytes:
         """Return the event of a delta's content; empty when it has none to send."""
         added = turn.feed(delta.text, ends=delta.finished is not None)
         if not (any(added.values()) or (self._base.has_details and delta.token_ids)):
@@ -305,7 +307,7 @@ class ChatAnswer:
         timeline = sse.members(self._base.timeline()) if is_last else b""
         return self._line(index, FINISHED) + self._writer.event(choice, timeline, self._base.usage_of(index))
 
-    def _choice(self, index: int, turn: "_Turn") -> dict[str, object]:
+    def _choice(self, index: int, turn: "AssistantTurn") -> dict[str, object]:
         """Return a choice; its log probabilities are only marked."""
         finished = self._base.generation.finished[index]
         choice: dict[str, object] = {
@@ -320,14 +322,9 @@ class ChatAnswer:
         return choice | routed_member(finished)
 
     def _finish_reason(self, index: int, finished: output_processor_pb2.RequestFinished) -> str:
-        """Return ``tool_calls`` for an output that ended by itself and calls tools; one that the client's stop string
-        cut within a call does not."""
-        reason, turn = finish_reason(finished), self._turns[index]
-        if reason != "stop" or not turn.calls or (finished.stop_reason and turn.is_within_call):
-            return reason
-        return "tool_calls"
+        return self._turns[index].finish_reason(finish_reason(finished), is_stopped=bool(finished.stop_reason))
 
-    def _content(self, delta: Delta, turn: "_Turn") -> JsonBlocks:
+    def _content(self, delta: Delta, turn: "AssistantTurn") -> JsonBlocks:
         """Return a delta's log probabilities, which may be shaped already."""
         if not turn.logprobs:
             for _ in self.shape(delta):
@@ -335,22 +332,23 @@ class ChatAnswer:
         return turn.logprobs
 
 
-class _Turn:
+class AssistantTurn:
     """Collects one output of a chat: the assistant's message, and what else the client asked for.
 
     Attributes:
         head, tail: What stands before and after the text in events that hold only text.
     """
 
-    def __init__(self, base: AnswerBase, index: int) -> None:
-        plan = base.options.plan
-        generation = base.generation
-        self.head, self.tail = base.writer.text_ends(index, b'"delta":{"content":', b"}")
+    def __init__(
+        self, plan: MessagePlan | None, opens_reasoning: bool, may_reason: bool, ends: tuple[bytes, bytes] = (b"", b"")
+    ) -> None:
+        """``plan``: how the output is read; None: as text. ``opens_reasoning``, ``may_reason``: as of a generation.
+        ``ends``: see the attributes."""
+        self.head, self.tail = ends
         self.token_ids: list[int] = []
         self.logprobs = JsonBlocks()
         self.calls: list[dict[str, Any]] = []
-        is_open, may_reason = generation.opens_reasoning, generation.may_reason
-        self._reader = OutputReader(plan, reasoning_is_open=is_open, may_reason=may_reason)
+        self._reader = OutputReader(plan, reasoning_is_open=opens_reasoning, may_reason=may_reason)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._arguments: list[list[str]] = []
@@ -382,6 +380,11 @@ class _Turn:
         """Return whether the output ends within a call."""
         return self._reader.is_within_call
 
+    def finish_reason(self, reason: str, *, is_stopped: bool) -> str:
+        """Return ``tool_calls`` for an output that ended by itself and calls tools; one that the client's stop string
+        cut within a call (``is_stopped``) does not."""
+        return "tool_calls" if reason == "stop" and self.calls and not (is_stopped and self.is_within_call) else reason
+
     def message(self) -> dict[str, object]:
         """Return all of it, as a ``message``."""
         content = None if self.calls and not self._content else "".join(self._content)
@@ -400,6 +403,22 @@ class _Turn:
         self.calls.append(whole)
         self._arguments.append([call.arguments])
         return {"index": call.index, **whole, "function": dict(function)}
+
+
+def merge_delta(parts: dict[str, Any], added: dict[str, Any]) -> None:
+    """Add what :meth:`AssistantTurn.feed` has returned to what it returned before, for one event."""
+    for name, value in added.items():
+        if not value:
+            continue
+        if name == "tool_calls":
+            calls = parts.setdefault(name, [])
+            for call in value:
+                if calls and calls[-1]["index"] == call["index"] and "id" not in call:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                else:
+                    calls.append(call)
+        else:
+            parts[name] = parts.get(name, "") + value
 
 
 def _reasoning(text: str) -> dict[str, object]:

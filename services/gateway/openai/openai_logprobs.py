@@ -85,12 +85,14 @@ class CompletionLogprobs:
 
     Attributes:
         has_begun: Whether anything was ever added.
+        offset: Characters up to the end of what was added.
     """
 
-    def __init__(self, *, as_ids: bool) -> None:
+    def __init__(self, *, as_ids: bool, offset: int = 0) -> None:
+        """``offset``: characters before the first token."""
         self.has_begun = False
         self._as_ids = as_ids
-        self._offset = 0
+        self.offset = offset
         # In the text, a character whose bytes are divided among tokens stands once.
         self._decode = getincrementaldecoder("utf-8")("replace").decode
         self._offsets: list[int] = []
@@ -126,11 +128,11 @@ class CompletionLogprobs:
 
     def _append(self, text: str, data: bytes, logprob: float | None, top: bytes) -> None:
         self.has_begun = True
-        self._offsets.append(self._offset)
+        self._offsets.append(self.offset)
         self._logprobs.append(logprob)
         self._tokens.append(text)
         self._top.add(top)
-        self._offset += len(self._decode(data))
+        self.offset += len(self._decode(data))
 
 
 def prompt_entries(at: Iterable[TokenPosition]) -> Iterator[bytes]:

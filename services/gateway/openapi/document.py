@@ -33,15 +33,22 @@ _BEGINNINGS: Mapping[str, str] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank"), "pooling"),
     **dict.fromkeys(("/classify", "/pooling", "/score", "/rerank"), "pooling"),
     "/v1/": "openai",
+    "/inference/": "openai",
 }
 """The groups of routes, by how their paths begin; the first one that fits."""
 _TURNS = [{"role": "user", "content": "What is the capital of France?"}]
 _DEMO = "tokenloom-demo"
 _PAIR = {"text_1": "a question", "text_2": ["an answer", "another one"]}
 _RANKED = {"query": "a question", "documents": ["an answer", "another one"]}
+_GENERATED = {"request_id": "generate-tokens-1", "choices": [{"index": 0, "token_ids": [1, 2, 3]}]}
 EXAMPLES: Mapping[str, Any] = {
     "/v1/chat/completions": {"messages": _TURNS, "max_tokens": 32},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0},
+    "/v1/chat/completions/render": {"messages": _TURNS, "max_tokens": 32},
+    "/v1/completions/render": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0},
+    "/v1/chat/completions/derender": {"generate_response": _GENERATED},
+    "/v1/completions/derender": {"generate_responses": [_GENERATED]},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32, "temperature": 0}},
     "/v1/responses": {"input": "What is the capital of France?", "max_output_tokens": 32},
     "/v1/messages": {"model": _DEMO, "max_tokens": 32, "messages": _TURNS},
     "/v1/messages/count_tokens": {"model": _DEMO, "messages": _TURNS},
@@ -180,7 +187,8 @@ def _responses(each: Route) -> Iterator[tuple[str, dict[str, Any]]]:
     if each.answer is None:
         content: dict[str, Any] = {each.media_type: {"schema": {"type": "string"}}}
     else:
-        content = {_JSON: {"schema": _ref(each.answer)}}
+        schema: dict[str, Any] = _ref(each.answer)
+        content = {_JSON: {"schema": {"type": "array", "items": schema} if each.answers_list else schema}}
     if each.streams:
         content["text/event-stream"] = {
             "schema": {

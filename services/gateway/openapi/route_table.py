@@ -17,6 +17,7 @@ from . import ollama_schemas as ollama
 from . import pooling_schemas as pooling
 from . import request_schemas as bodies
 from . import response_schemas as answers
+from . import token_schemas as tokens
 from . import transcription_schemas as transcription
 from .request_schemas import CountTokensRequest, MessagesRequest, ResponsesRequest
 
@@ -74,6 +75,45 @@ CHAT = _route(
 COMPLETIONS = _route(
     "POST", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True, headers=_ASKING
 )
+RENDER_CHAT = _route(
+    "POST",
+    "/v1/chat/completions/render",
+    "What a conversation becomes: token ids and sampling parameters",
+    tokens.RenderedRequest,
+    _CHAT,
+)
+RENDER_COMPLETIONS = _route(
+    "POST",
+    "/v1/completions/render",
+    "What prompts become: a list of requests in token ids",
+    tokens.RenderedRequest,
+    _COMPLETION,
+    answers_list=True,
+)
+DERENDER_CHAT = _route(
+    "POST",
+    "/v1/chat/completions/derender",
+    "A chat's answer of generated tokens",
+    tokens.Derendered,
+    tokens.DerenderChatRequest,
+)
+DERENDER_COMPLETIONS = _route(
+    "POST",
+    "/v1/completions/derender",
+    "A completion's answer of generated tokens",
+    tokens.Derendered,
+    tokens.DerenderCompletionRequest,
+)
+GENERATE_TOKENS = _route(
+    "POST",
+    "/inference/v1/generate",
+    "Continue token ids with token ids",
+    tokens.GeneratedTokens,
+    tokens.TokenGenerationRequest,
+    streams=True,
+)
+OF_TOKENS = (RENDER_CHAT, RENDER_COMPLETIONS, DERENDER_CHAT, DERENDER_COMPLETIONS, GENERATE_TOKENS)
+"""What takes or gives token ids in place of texts."""
 RESPONSES = _route(
     "POST", "/v1/responses", "Answer in a stored conversation", answers.Response, _RESPONSES, streams=True
 )

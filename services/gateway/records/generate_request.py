@@ -129,6 +129,8 @@ class GenerateRequest:
     """For texts; a chat's template adds its own."""
     echo: bool = False
     """Return the prompt's text too."""
+    reasoning_start: types_pb2.ReasoningStart = types_pb2.REASONING_START_UNSPECIFIED
+    """How prompts of token ids leave the reasoning, if the client knows it."""
     before: Sequence[int] = ()
     """Tokens that a single prompt continues: the earlier turns of a session."""
     timeout: float | None = None

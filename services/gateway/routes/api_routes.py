@@ -19,7 +19,7 @@ from ..http.client_flow import ANSWERS_PER_TURN, TurnShare
 from ..http.http_exchange import RESPONSES, ErrorForm, HttpExchange
 from ..http.request_body import BodyParser
 from ..http.response_counts import ResponseCounts
-from ..http.route import Route, Routes
+from ..http.route import Handler, Route, Routes
 from ..ollama.ollama import OLLAMA
 from ..ollama.ollama_embed import OllamaEmbedApi
 from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS, BodyReader
@@ -41,6 +41,7 @@ from ..openapi.request_schemas import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from ..openapi.token_schemas import DerenderChatRequest, DerenderCompletionRequest, TokenGenerationRequest
 from ..page.page_routes import page_routes, static_files
 from ..pooling.pooling_api import PoolingApi, PoolingEndpoint
 from ..pooling.scores import RerankApi, ScoreApi
@@ -121,6 +122,13 @@ def api_routes(
     ) -> GenerationEndpoint:
         return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers, silent, volatile, files)
 
+    def make_token_routes() -> Routes:
+        from ..openai.token_generation import TokensApi  # here: most gateways are asked for texts
+        from .render_routes import render_routes
+
+        apis: tuple[GenerationApi, ...] = (chats, CompletionsApi(reader), TokensApi(reader))
+        return render_routes(mesh, [endpoint(api) for api in apis], chats, timeout)
+
     conversations = Conversations(store)
     stored = ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)
     return {
@@ -143,8 +151,22 @@ def api_routes(
         route_table.CONVERSATION_ITEM: conversations.item,
         route_table.DELETE_ITEM: conversations.delete_item,
         **tokenize.routes(),
+        **made_later(route_table.OF_TOKENS, make_token_routes),
         **pooling_routes(mesh, parser, reader, limit),
     }
+
+
+def made_later(routes: Sequence[Route], make: Callable[[], Routes]) -> Routes:
+    """Return these routes, whose handlers are made when one of them is asked for the first time."""
+    made = cache(make)
+
+    def later(route: Route) -> Handler:
+        async def handle(exchange: HttpExchange) -> None:
+            await made()[route](exchange)
+
+        return handle
+
+    return {route: later(route) for route in routes}
 
 
 def transcription_routes(settings: GatewaySettings, meshes: ServedMeshes, shares: TenantShares) -> Routes:
@@ -241,6 +263,9 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     ConversationRequest,
     ConversationUpdate,
     ConversationAddition,
+    TokenGenerationRequest,
+    DerenderChatRequest,
+    DerenderCompletionRequest,
 )
 READ_FIELDS = frozenset(
     {

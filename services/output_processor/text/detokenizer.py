@@ -199,12 +199,12 @@ class StopStrings:
 
     __slots__ = ("_held", "_include", "_starts", "_stop")
 
-    def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
-        """``stop`` must not contain an empty string."""
+    def __init__(self, stop: Sequence[str], include_stop_str: bool = False, held: str = "") -> None:
+        """``stop`` must not contain an empty string. ``held``: text that another search held back."""
         assert all(stop), "an empty stop string would match everywhere"
         self._stop = tuple(stop)
         self._include = include_stop_str
-        self._held = ""
+        self._held = held
         self._starts = [0] * len(self._stop)
         """Where in the held text each stop string may begin: no earlier beginning can become one any more. So each
         character is tried once as a beginning, whatever the strings and the text are."""
@@ -232,6 +232,11 @@ class StopStrings:
         """Return the text that was held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
+
+    @property
+    def held(self) -> str:
+        """Return the text that is held back."""
+        return self._held
 
     def _hold(self, text: str) -> str:
         starts = [_partial_match(text, stop, start) for stop, start in zip(self._stop, self._starts, strict=True)]

@@ -19,11 +19,14 @@ from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
+from tokenloom.v1.vllm import vllm_engine_pb2 as vllm_pb
+from tokenloom.v1.vllm import vllm_engine_pb2_grpc
 
 from .client import FIXED, Client, Refused
 
 PROMPT = "A lantern on the bridge."
-NUM_PROMPT_TOKENS = len(load_tokenizer(DEMO_MODEL).encode(PROMPT).ids)
+PROMPT_IDS: list[int] = load_tokenizer(DEMO_MODEL).encode(PROMPT).ids
+NUM_PROMPT_TOKENS = len(PROMPT_IDS)
 MAX_TOKENS = 6
 MESSAGES = [{"role": "user", "content": PROMPT}]
 
@@ -262,7 +265,18 @@ async def _inferred_in_a_stream(client: Client) -> int:
     return tokens
 
 
+async def _tokens_for_tokens(client: Client) -> int:
+    request = vllm_pb.GenerateRequest(tokenized=vllm_pb.TokenizedInput(input_ids=PROMPT_IDS))
+    request.sampling_params.max_tokens, request.sampling_params.ignore_eos = MAX_TOKENS, True
+    async with ready_channel(client.address) as channel:
+        tokens = 0
+        async for response in vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(request, metadata=client.metadata):
+            tokens += response.complete.prompt_tokens + response.complete.completion_tokens
+    return tokens
+
+
 _TEXT = {"ignore_eos": True, "temperature": 0, "prompt": PROMPT, "max_tokens": MAX_TOKENS}
+_SAMPLING = {"ignore_eos": True, "temperature": 0, "max_tokens": MAX_TOKENS}
 _CHAT = {"temperature": 0, "messages": MESSAGES, "max_tokens": MAX_TOKENS}
 _OLLAMA = {"stream": False, "options": {"num_predict": MAX_TOKENS, "temperature": 0}}
 _DOCUMENTS = {"query": PROMPT, "documents": [PROMPT]}
@@ -276,6 +290,8 @@ GENERATING: Mapping[str, Call] = {
     "POST /v1/responses/compact": _posts("/v1/responses/compact", input=PROMPT, max_output_tokens=MAX_TOKENS),
     "POST /api/chat": _posts("/api/chat", messages=MESSAGES, **_OLLAMA),
     "POST /api/generate": _posts("/api/generate", prompt=PROMPT, **_OLLAMA),
+    "POST /inference/v1/generate": _posts("/inference/v1/generate", token_ids=PROMPT_IDS, sampling_params=_SAMPLING),
+    "VllmEngine/Generate": _tokens_for_tokens,
     "Inference/Generate": _generated,
     "Inference/GenerateSession": _a_session,
     "GRPCInferenceService/ModelInfer": _inferred,
@@ -315,10 +331,24 @@ async def _detokenized(client: Client) -> int:
     return 3
 
 
+async def _rendered(client: Client) -> int:
+    return len((await client.post("/v1/chat/completions/render", {"model": MODEL, "messages": MESSAGES}))["token_ids"])
+
+
+async def _rendered_prompts(client: Client) -> int:
+    (asked,) = await client.post("/v1/completions/render", {"model": MODEL, "prompt": PROMPT})
+    return len(asked["token_ids"])
+
+
+_GENERATED = {"choices": [{"index": 0, "token_ids": PROMPT_IDS, "finish_reason": "stop"}]}
 TOKENIZING: Mapping[str, Call] = {
     "POST /tokenize": _tokenized,
     "POST /detokenize": _detokenized,
     "POST /v1/messages/count_tokens": _posts("/v1/messages/count_tokens", messages=MESSAGES),
+    "POST /v1/chat/completions/render": _rendered,
+    "POST /v1/completions/render": _rendered_prompts,
+    "POST /v1/chat/completions/derender": _posts("/v1/chat/completions/derender", generate_response=_GENERATED),
+    "POST /v1/completions/derender": _posts("/v1/completions/derender", generate_responses=[_GENERATED]),
 }
 """Entrances that only need the tokenizer."""
 

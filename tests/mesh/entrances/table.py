@@ -133,6 +133,7 @@ TABLE: Mapping[str, Row] = {
     **_each("GRPCInferenceService/ServerLive, GRPCInferenceService/ServerReady", _READS),
     **_each("GRPCInferenceService/ModelReady, GRPCInferenceService/ServerMetadata", _READS),
     **_each("GRPCInferenceService/ModelMetadata", _READS),
+    **_each("VllmEngine/HealthCheck, VllmEngine/Abort, VllmEngine/GetModelInfo, VllmEngine/GetServerInfo", _READS),
     **_each("POST /pause, POST /resume, GET /is_paused, POST /sleep, POST /wake_up, GET /is_sleeping", _ADMIN),
     **_each("POST /reload_weights, POST /reset_prefix_cache, POST /start_profile, POST /stop_profile", _ADMIN),
     **_each("POST /reset_mm_cache, POST /reset_encoder_cache", _ADMIN),

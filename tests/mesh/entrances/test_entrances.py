@@ -46,6 +46,7 @@ from tests.ready_channel import ready_channel
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
+from tokenloom.services.gateway.mesh.text_client import TextClient
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
 from tokenloom.services.gateway.page.page_routes import PAGE_FILES
 from tokenloom.services.gateway.service import GatewayService
@@ -53,6 +54,7 @@ from tokenloom.v1 import inference_pb2
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PauseRequest, ResumeRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.kserve import grpc_service_pb2
+from tokenloom.v1.vllm import vllm_engine_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).parents[3]
@@ -70,6 +72,7 @@ BURST = 200
 BODY = 4000
 CALLS = {**GENERATING, **POOLING, **TOKENIZING, **STORING}
 LINE = "a line of POST /v1/batches"
+PACKAGES = {"Inference": "tokenloom.v1", "GRPCInferenceService": "inference", "VllmEngine": "vllm.grpc.engine"}
 SESSIONS = ("Inference/GenerateSession", "GRPCInferenceService/ModelStreamInfer")
 
 
@@ -140,7 +143,8 @@ def routes(gateway: Part) -> dict[str, Sequence[str]]:
 
 
 def rpcs() -> list[str]:
-    services = inference_pb2.DESCRIPTOR.services_by_name, grpc_service_pb2.DESCRIPTOR.services_by_name
+    protos = inference_pb2, grpc_service_pb2, vllm_engine_pb2
+    services = [each.DESCRIPTOR.services_by_name for each in protos]
     return [
         f"{service.name}/{method.name}"
         for by_name in services
@@ -172,8 +176,8 @@ async def test_key(gateways: Gateways, name: str) -> None:
     for key in ("", "unknown"):
         client = Client(gateways.plain, key)
         if name in rpcs():
-            service = "tokenloom.v1.Inference" if name.startswith("Inference/") else "inference.GRPCInferenceService"
-            code = await _code(client, f"/{service}/{name.partition('/')[2]}")
+            service, _, method = name.partition("/")
+            code = await _code(client, f"/{PACKAGES[service]}.{service}/{method}")
             assert code == grpc.StatusCode.UNAUTHENTICATED
         else:
             method, path = name.split()
@@ -293,6 +297,7 @@ async def test_deadline(mesh: Mesh, gateways: Gateways, name: str, monkeypatch: 
     elif name in TOKENIZING:
         for method in ("encode", "encode_chat", "decode"):
             monkeypatch.setattr(TokenizerClient, method, _forever)
+        monkeypatch.setattr(TextClient, "_call", _forever)
         reply = await outcome(CALLS[name], client)
     else:
         async with paused(mesh):

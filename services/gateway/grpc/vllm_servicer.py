@@ -1,0 +1,235 @@
+"""Serves the contract of vLLM's engines (``vllm.grpc.engine.VllmEngine``), by which routers send token ids."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+
+from tokenloom.request import errors
+from tokenloom.request.narrowing import narrow_int
+from tokenloom.services.runtime.telemetry.tracing import pick_headers
+from tokenloom.v1.vllm import vllm_engine_pb2 as pb
+from tokenloom.v1.vllm import vllm_engine_pb2_grpc
+
+from ..generation.running_generation import RunningGeneration
+from ..mesh.collector import Delta
+from ..openai.answer import finish_reason
+from ..openai.body_reader import AnswerOptions, BodyReader
+from ..openai.openai_logprobs import TokenPosition, positions
+from ..openai.token_generation import TokensApi
+from ..records.generate_request import GenerateRequest
+from ..serving.served_meshes import ServedMeshes
+from ..tenants.api_keys import call_tenant
+from ..tenants.tenant import Tenant
+from ..tenants.tenant_shares import TenantShares
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_REFUSED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
+_POSITIVE = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "n",
+)
+"""Fields of sampling parameters that are unset if they are 0."""
+_OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed")
+_LISTS = ("stop", "stop_token_ids")
+_CONSTRAINTS = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "structural_tag": "structural_tag"}
+_SERVER = "tokenloom"
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Takes tokens and gives tokens, as ``/inference/v1/generate`` does."""
+
+    def __init__(self, reader: BodyReader, meshes: ServedMeshes, shares: TenantShares) -> None:
+        """``shares``: what each tenant has in work."""
+        self._api = TokensApi(reader)
+        self._meshes = meshes
+        self._shares = shares
+        self._began = asyncio.get_running_loop().time()
+        self._live: dict[tuple[str, str], list[RunningGeneration]] = {}  # by tenant and the caller's id
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
+        tenant = call_tenant()
+        with self._shares.of(tenant).take_message(request.ByteSize(), self._shares.messages):
+            asked, options = read_request(request, self._api, tenant)
+            asked = replace(asked, timeout=context.time_remaining())
+            mesh, trace = self._meshes.pick(None), pick_headers(context.invocation_metadata() or ())
+            async with mesh.generator.open(asked, trace) as generation:
+                with self._named(tenant.name, request.request_id, generation):
+                    answer = _Answer(generation, options, streams=request.stream)
+                    while not generation.done:
+                        for delta in await generation.take():
+                            for response in answer.responses(delta):
+                                await context.write(response)
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+        missing = self._meshes.missing()
+        return pb.HealthCheckResponse(healthy=not missing, message=", ".join(missing))
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        tenant = call_tenant().name
+        for request_id in request.request_ids:
+            for generation in tuple(self._live.get((tenant, request_id), ())):
+                generation.fail(errors.Aborted("The request was ended by a call of Abort."))
+        return pb.AbortResponse()
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        mesh = self._meshes.pick(None)
+        limits, info = mesh.generator.limits(), mesh.tokenizers.info
+        return pb.GetModelInfoResponse(
+            model_path=mesh.model,
+            is_generation=not limits.HasField("generates") or limits.generates,
+            max_context_length=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            served_model_name=mesh.model,
+            eos_token_ids=() if info is None else info.eos_token_ids,
+            max_req_input_len=max(limits.max_model_len - 1, 0),
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        mesh = self._meshes.pick(None)
+        return pb.GetServerInfoResponse(
+            active_requests=mesh.generator.num_live,
+            uptime_seconds=asyncio.get_running_loop().time() - self._began,
+            server_type=_SERVER,
+            block_size=mesh.view.block_size,
+        )
+
+    @contextmanager
+    def _named(self, tenant: str, request_id: str, generation: RunningGeneration) -> Iterator[None]:
+        """Let the caller end a generation by its id for the length of the ``with`` block."""
+        if not request_id:
+            yield
+            return
+        key = tenant, request_id
+        self._live.setdefault(key, []).append(generation)
+        try:
+            yield
+        finally:
+            self._live[key].remove(generation)
+            if not self._live[key]:
+                del self._live[key]
+
+
+def read_request(request: pb.GenerateRequest, api: TokensApi, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
+    """Return what a message asks for. Raises ``InvalidArgument`` naming the field."""
+    for name in _REFUSED:
+        if request.HasField(name):
+            raise errors.InvalidArgument(f"{name} is not accepted: the mesh places prefill and decode itself", name)
+    if request.extra_mm_inputs:
+        raise errors.InvalidArgument("extra_mm_inputs is not accepted: send text", "extra_mm_inputs")
+    params, has_text = request.sampling_params, request.WhichOneof("input") == "text"
+    if not has_text and not request.tokenized.input_ids:
+        raise errors.InvalidArgument("tokenized.input_ids is empty; at least one token is needed", "tokenized")
+    ids = [0] if has_text else list(request.tokenized.input_ids)
+    body: dict[str, Any] = {"token_ids": ids, "sampling_params": _sampling(params), "stream": request.stream}
+    if params.grammar_from_first_token:
+        body["reasoning_ended"] = True
+    asked, options = api.read(body, tenant)
+    if has_text:
+        asked = replace(asked, prompts=[request.text], prompt_field="text")
+    if params.HasField("truncate_prompt_tokens"):
+        keep = narrow_int("truncate_prompt_tokens", params.truncate_prompt_tokens, -1, 2**31 - 1)
+        asked = replace(asked, truncate_prompt_tokens=keep)
+    if request.HasField("data_parallel_rank"):
+        rank = narrow_int("data_parallel_rank", request.data_parallel_rank, 0, 2**31 - 1)
+        asked = replace(asked, data_parallel_rank=rank)
+    return asked, options
+
+
+def _sampling(params: pb.SamplingParams) -> dict[str, Any]:
+    """Return the parameters as a body has them; those that are not set are left out."""
+    values: dict[str, Any] = {name: value for name in _POSITIVE if (value := getattr(params, name))}
+    values |= {name: getattr(params, name) for name in _OPTIONAL if params.HasField(name)}
+    values |= {name: list(value) for name in _LISTS if (value := getattr(params, name))}
+    if params.ignore_eos:
+        values["ignore_eos"] = True
+    if params.logit_bias:
+        values["logit_bias"] = dict(params.logit_bias)
+    kind = params.WhichOneof("constraint")
+    if kind == "choice":
+        values["structured_outputs"] = {"choice": list(params.choice.choices)}
+    elif kind == "json_object":
+        values["structured_outputs"] = {"json_object": params.json_object}
+    elif kind is not None:
+        values["structured_outputs"] = {_CONSTRAINTS[kind]: getattr(params, kind)}
+    return values
+
+
+class _Answer:
+    """Makes the messages of one request."""
+
+    def __init__(self, generation: RunningGeneration, options: AnswerOptions, *, streams: bool) -> None:
+        self._generation, self._options, self._streams = generation, options, streams
+        outputs = range(generation.num_outputs)
+        self._token_ids: list[list[int]] = [[] for _ in outputs]
+        self._logprobs = [pb.OutputLogProbs() for _ in outputs]
+
+    def responses(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
+        """Yield the messages of some output."""
+        generation, index = self._generation, delta.index
+        self._token_ids[index] += delta.token_ids
+        counts = {"prompt_tokens": len(generation.prompt_of(index)), "index": index}
+        counts["completion_tokens"] = len(self._token_ids[index])
+        logprobs = pb.OutputLogProbs() if self._streams else self._logprobs[index]
+        num_best = self._options.num_logprobs
+        if num_best is not None:
+            for at in positions(delta.logprobs, delta.token_ids, delta.token_index, num_best):
+                _add(logprobs, at)
+        has_logprobs = num_best is not None
+        if self._streams and delta.token_ids:
+            chunk = pb.GenerateStreamChunk(
+                token_ids=delta.token_ids, output_logprobs=logprobs if has_logprobs else None, **counts
+            )
+            yield pb.GenerateResponse(chunk=chunk)
+        if (finished := delta.finished) is None:
+            return
+        complete = pb.GenerateComplete(
+            output_ids=self._token_ids[index],
+            finish_reason=finish_reason(finished),
+            cached_tokens=finished.cached_tokens,
+            **counts,
+        )
+        if has_logprobs and not self._streams:
+            complete.output_logprobs.CopyFrom(logprobs)
+        if self._options.num_prompt_logprobs is not None:
+            complete.input_logprobs.CopyFrom(self._of_prompt(index))
+        self._add_stop(complete, finished.stop_reason)
+        yield pb.GenerateResponse(complete=complete)
+
+    def _of_prompt(self, index: int) -> pb.InputLogProbs:
+        generation, prompt = self._generation, self._generation.prompt_of(index)
+        parts = generation.prompt_logprobs[index // generation.num_samples]
+        top = parts[0].logprobs.top if parts else 0
+        found = pb.InputLogProbs(token_ids=prompt[:1])
+        found.token_logprobs.add()  # the first token has none
+        found.top_logprobs.add()
+        for at in positions(parts, prompt, 0, top):
+            found.token_ids.append(at.token_id)
+            found.token_logprobs.add(value=at.logprob)
+            found.top_logprobs.add(values=at.logprobs, token_ids=at.ids)
+        return found
+
+    def _add_stop(self, complete: pb.GenerateComplete, reason: str) -> None:
+        """Say what has ended an output, if the request named it."""
+        if reason in self._options.stop:
+            complete.matched_stop_str = reason
+        elif reason.isdecimal() and int(reason) in self._options.stop_token_ids:
+            complete.matched_token_id = int(reason)
+
+
+def _add(logprobs: pb.OutputLogProbs, at: TokenPosition) -> None:
+    ids: Sequence[int] = at.ids
+    logprobs.token_logprobs.append(at.logprob)
+    logprobs.token_ids.append(at.token_id)
+    logprobs.top_logprobs.add(values=at.logprobs, token_ids=ids)

@@ -1,0 +1,216 @@
+"""``/inference/v1/generate``: takes token ids and gives token ids, with the names of vLLM's endpoint."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from tokenloom.request import errors
+from tokenloom.v1 import types_pb2
+
+from ..encoding import sse
+from ..encoding.sse import JsonBlocks
+from ..generation.running_generation import RunningGeneration
+from ..mesh.collector import Delta
+from ..openapi.token_schemas import TokenGenerationRequest, TokenSampling
+from ..records.generate_request import GenerateRequest
+from ..tenants.tenant import Tenant
+from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, finish_reason, routed_member
+from .body_reader import AnswerOptions, Body, BodyReader, make_generate_request, sampling_params
+from .openai_logprobs import TokenPosition, chat_entry
+
+_OF_THE_MESH = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+_WHY = "the mesh places prefill and decode itself, and its engines take KV and rows only from engines of its registry"
+_WITHOUT_EFFECT = ("output_kind", "flat_logprobs", "skip_clone")
+"""What vLLM's parameters hold of its Python API."""
+_SAMPLING = frozenset(
+    {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"}
+    | {"ignore_eos", "n", "stream_interval", "bad_words", "logprobs", *_WITHOUT_EFFECT}
+)
+_NO_SAMPLING = frozenset(TokenSampling.__struct_fields__) - _SAMPLING
+"""What other endpoints have beside their sampling parameters."""
+_START = {
+    None: types_pb2.REASONING_START_UNSPECIFIED,
+    True: types_pb2.REASONING_START_CLOSED,
+    False: types_pb2.REASONING_START_OPEN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokensApi:
+    """Reads bodies of the endpoint and makes its answers."""
+
+    reader: BodyReader
+    is_resumable = False
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
+        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
+        fields = self.reader.read(body, TokenGenerationRequest)
+        for name in _OF_THE_MESH:
+            if getattr(fields, name) is not None:
+                raise errors.InvalidArgument(f"{name} is not accepted here: {_WHY}", name)
+        if not isinstance(fields.token_ids, list) or not fields.token_ids:
+            raise errors.InvalidArgument("token_ids must be a list of token ids, at least one", "token_ids")
+        own = {name: value for name, value in fields.sampling_params.items() if value is not None}
+        inner = self._inner(fields, own)
+        sampling, lost = sampling_params(own, logprobs=inner.logprobs)
+        without = [name for name in own if name in _WITHOUT_EFFECT]
+        unread = [f"sampling_params.{name}" for name in (*self.reader.ignored(own, TokenSampling), *without, *lost)]
+        others = [name for name in ("reasoning_parser_kwargs", "token_offsets") if getattr(fields, name) is not None]
+        ignored = (*self.reader.ignored(body, TokenGenerationRequest), *others, *unread)
+        # Without the prompt, which must not live as long as the answer.
+        kept = msgspec.structs.replace(fields, token_ids=(), sampling_params={})
+        options = AnswerOptions.of(inner, sampling, ignored=ignored, request=kept)
+        request = make_generate_request(inner, [fields.token_ids], "token_ids", sampling, tenant)
+        if fields.output_mode == "text" and inner.detokenize is False:
+            raise errors.InvalidArgument("output_mode text needs detokenize", "output_mode")
+        if fields.output_mode == "tokens" and not request.text.stop:
+            request.text.detokenize = False  # nobody reads the text
+        return replace(request, reasoning_start=_START[fields.reasoning_ended]), options
+
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "TokensAnswer":
+        return TokensAnswer(AnswerBase(generation, options, "generate-tokens", generation.model, ""))
+
+    def _inner(self, fields: TokenGenerationRequest, own: dict[str, Any]) -> TokenSampling:
+        """Return the fields that this endpoint has in ``sampling_params``, and others have beside them."""
+        if wrong := sorted(own.keys() & _NO_SAMPLING):
+            raise errors.InvalidArgument(f"sampling_params has no {wrong[0]}", f"sampling_params.{wrong[0]}")
+        inner = self.reader.read(own, TokenSampling)
+        return msgspec.structs.replace(
+            inner,
+            stream=fields.stream,
+            stream_options=fields.stream_options,
+            cache_salt=fields.cache_salt,
+            priority=fields.priority,
+            return_token_ids=fields.return_token_ids,
+        )
+
+
+class TokensAnswer:
+    """Shapes outputs in tokens, and in text too if the client asks for it."""
+
+    def __init__(self, base: AnswerBase) -> None:
+        self._base = base
+        fields = base.options.request
+        assert isinstance(fields, TokenGenerationRequest)
+        self._is_text = fields.output_mode == "text"
+        self._returns_prompt = bool(fields.return_token_ids)
+        self._id = f"generate-tokens-{fields.request_id or base.generation.request_id}"
+        self._has_logprobs = base.options.num_logprobs is not None
+        outputs = range(base.generation.num_outputs)
+        self._logprobs = [JsonBlocks() for _ in outputs]
+        self._token_ids: list[list[int]] = [[] for _ in outputs]
+        self._texts: list[list[str]] = [[] for _ in outputs]
+        self._head = sse.encode_json({"request_id": self._id})[:-1]
+        mode = b'"text"' if self._is_text else b'"tokens"'
+        self._tail = b',"output_mode":%b' % mode
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+        return b""
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
+        if not (delta.token_ids or delta.finished is not None or (self._is_text and delta.text)):
+            return b""
+        if delta.logprobs and not self._logprobs[delta.index]:
+            for _ in self.shape(delta):
+                pass
+        extra = b""
+        if self._returns_prompt:
+            self._returns_prompt = False
+            ids = list(self._base.generation.prompt_of(0))
+            extra = b',"prompt_token_ids":%b' % sse.encode_json(ids)
+        choice = b"".join(self._choice(delta.index, delta.token_ids, delta.text, delta))
+        if (usage := self._base.usage_of(delta.index)) is not None:
+            extra += b',"usage":%b' % sse.encode_json(sse.usage_object(usage))
+        return self._event(choice, extra)
+
+    def keep_alive(self) -> bytes:
+        return sse.KEEP_ALIVE
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client of a resumed answer has: what follows depends on it."""
+        self.events(delta)
+
+    def last_events(self) -> bytes:
+        """Return the events after all output."""
+        if not self._base.options.include_usage:
+            return sse.DONE
+        return self._event(b"", b',"usage":%b' % sse.encode_json(sse.usage_object(self._base.usage))) + sse.DONE
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
+        return len(delta.logprobs) > MANY_PARTS
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+        blocks, num_values = self._logprobs[delta.index], 0
+        as_ids = self._base.options.tokens_as_ids
+        for at in self._base.positions(delta):
+            blocks.add(chat_entry(at, as_ids=as_ids) if self._is_text else tokens_entry(at))
+            num_values += 1 + len(at.ids)
+            if num_values >= VALUES_PER_STEP:
+                yield num_values
+                num_values = 0
+        yield num_values
+
+    def add(self, delta: Delta) -> Iterator[int] | None:
+        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
+        self._token_ids[delta.index] += delta.token_ids
+        self._texts[delta.index].append(delta.text)
+        return self.shape(delta) if delta.logprobs else None
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response, in blocks."""
+        base = self._base
+        head = base.head("")
+        yield self._head + b',"model":%b,"created":%b' % (
+            sse.encode_json(head["model"]),
+            sse.encode_json(head["created"]),
+        )
+        yield self._tail + b',"choices":['
+        for index, token_ids in enumerate(self._token_ids):
+            if index:
+                yield b","
+            yield from self._choice(index, token_ids, "".join(self._texts[index]), None)
+        yield b'],"usage":%b' % sse.encode_json(sse.usage_object(base.usage))
+        if base.options.num_prompt_logprobs is None:
+            yield b',"prompt_logprobs":null'
+        else:
+            yield from base.prompt_logprobs(0)
+        prompt = list(base.generation.prompt_of(0)) if self._returns_prompt else None
+        yield b',"prompt_token_ids":%b,"kv_transfer_params":null}' % sse.encode_json(prompt)
+
+    def _choice(self, index: int, token_ids: list[int], text: str, delta: Delta | None) -> Iterator[bytes]:
+        """Return an output in blocks. ``delta``: the one that an event holds; None: the whole output."""
+        finished = self._base.generation.finished[index] if delta is None else delta.finished
+        yield b'{"index":%d' % index
+        if self._is_text:
+            yield b',"text":%b' % sse.encode_json(text)
+        yield b',"token_ids":%b,"logprobs":' % sse.encode_json(token_ids)
+        if self._has_logprobs:
+            yield b'{"content":['
+            yield from self._logprobs[index].take()
+            yield b"]}"
+        else:
+            yield b"null"
+        reason = None if finished is None else finish_reason(finished)
+        stop = None if finished is None else self._base.stop_reason(finished)
+        members = {} if finished is None else routed_member(finished)
+        yield sse.members({"finish_reason": reason, "stop_reason": stop} | members) + b"}"
+
+    def _event(self, choice: bytes, extra: bytes) -> bytes:
+        return b'data: %b%b,"choices":[%b]%b}\n\n' % (self._head, self._tail, choice, extra)
+
+
+def tokens_entry(at: TokenPosition) -> bytes:
+    """Return the JSON of one entry of ``logprobs.content``: tokens by their ids, the output's own first."""
+    own = {"token_id": at.token_id, "logprob": at.logprob, "rank": at.rank}
+    others = zip(at.ids, at.logprobs, at.ranks, strict=True)
+    rest = [
+        {"token_id": token, "logprob": logprob, "rank": rank} for token, logprob, rank in others if token != at.token_id
+    ]
+    num_best = len(at.ids)
+    return sse.encode_json(own | {"top_logprobs": [own, *rest][: max(num_best, 1)]})

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
 import grpc.aio
 
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
+from tokenloom.engine_core.data.kv_events import KVCacheEvent
 from tokenloom.model_files import model_path
 from tokenloom.request.errors import FailedPrecondition, TryElsewhere
 from tokenloom.request.wire_errors import of_exception
@@ -25,7 +27,7 @@ from .core.core_link import CoreLink
 from .core.core_start import CoreWatchdog, process_client, start_core
 from .engine_admin import Administration, EngineAdminServicer
 from .kv.kv_front import KVFront
-from .records.engine_settings import EngineSettings
+from .records.engine_settings import EngineSettings, KVEventsConfig
 from .records.identity import Identity, make_fingerprint, weights_stamps
 from .records.load import LoadTracker
 from .records.stat_log import StatIntervals, StatLine
@@ -80,7 +82,12 @@ async def _start(
     # The stack undoes in reverse: streams end first, then the KV port, and the core last, since both still talk to it.
     undo.push_async_callback(client.close)
     stamps = await asyncio.to_thread(weights_stamps, path, settings.engine.worker)
+    publish = None  # made before the weights load, so that a wrong address costs no time
+    if settings.kv_events_config is not None and settings.kv_events_config.is_on:
+        publish = _publish_events(settings.kv_events_config, settings, host, undo)
     core = await start_core(settings, client, load, host, name)
+    if core.kv_events is not None:
+        core.kv_events.outlet = publish
     if core.rows is not None:
         undo.push_async_callback(core.rows.close)
     fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)
@@ -122,6 +129,22 @@ async def _start(
         host.spawn(coordinator.run(CoordinatorCommands(engine, follower)), name="engine-coordinator")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
+
+
+def _publish_events(
+    config: KVEventsConfig, settings: EngineSettings, host: Host, undo: contextlib.AsyncExitStack
+) -> Callable[[Sequence[KVCacheEvent]], None]:
+    """Return what publishes the events of a step for routers of others. Raises ``InvalidArgument``."""
+    from .records.kv_event_publisher import KVEventPublisher  # here: most engines publish none
+
+    parallel = settings.engine.parallel
+    publisher = KVEventPublisher(config, parallel.data_parallel_rank if parallel.group_id else 0, time.time)
+    undo.callback(publisher.close)
+    if publisher.replay_endpoint:
+        undo.callback(host.spawn(publisher.run(), name="replay of KV events").cancel)
+    host.publish(kv_events=publisher.endpoint, kv_events_replay=publisher.replay_endpoint)
+    log.info("KV events at %s", publisher.endpoint)
+    return publisher.publish
 
 
 def _group(settings: EngineSettings, core: CoreLink, load: LoadTracker) -> DataParallel | None:

@@ -25,6 +25,7 @@ _GROUPS = {
         "mesh.local_mesh:top",
         "mesh.plan",
         "mesh.plan:scale",
+        "mesh.kv_events",
         "serve.config",
         "doctor",
         "certs",

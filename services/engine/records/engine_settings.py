@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from msgspec import Meta
-from msgspec.structs import replace
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr, replace
 
 from tokenloom.engine_core.data.config import (
     EngineConfig,
@@ -23,6 +23,54 @@ from tokenloom.services.runtime.host.service_settings import Count, OptionalAddr
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 
 DrainMode: TypeAlias = Literal["finish", "migrate"]
+
+
+class KVEventsConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the events of the prefix cache are published for routers of others. Users write it as JSON (names as in vLLM,
+    except for the last three)."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Bound by the engine; port 0: any, which its log and its state file name. A rank adds its number to the port."""
+    replay_endpoint: str | None = None
+    """Where steps that a subscriber missed are asked for; None: nowhere."""
+    buffer_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
+    """Steps that are kept for that."""
+    hwm: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
+    """Messages that wait for a slow subscriber; more are lost to it."""
+    topic: Annotated[str, Meta(max_length=256)] = ""
+    token_ids: bool = False
+    """Whether the events hold what is cached: whoever reads them sees the prompts."""
+    curve_key_file: str = ""
+    """CURVE key of the engine, as ``zmq.auth.create_certificates`` writes secret ones; empty: no encryption."""
+    curve_clients: str = ""
+    """Folder with the public keys of the subscribers that may connect."""
+
+    def __post_init__(self) -> None:
+        if bool(self.curve_key_file) != bool(self.curve_clients):
+            raise ValueError("curve_key_file and curve_clients must be set together")
+        for name in ("endpoint", "replay_endpoint"):
+            if (value := getattr(self, name)) is not None:
+                _check_endpoint(name, value, is_encrypted=bool(self.curve_key_file))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is published."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+def _check_endpoint(name: str, value: str, *, is_encrypted: bool) -> None:
+    """Raise ``ValueError`` for what is no address to bind, and for one that others reach without encryption."""
+    scheme, _, place = value.partition("://")
+    if scheme == "ipc" and place.startswith("/"):
+        return
+    host, colon, port = place.rpartition(":")
+    if scheme != "tcp" or not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{name} must be tcp://ADDRESS:PORT or ipc:///PATH, not {value!r:.80}")
+    if not is_encrypted and host not in ("127.0.0.1", "[::1]", "localhost"):
+        reason = "other machines could read the events there, which say what is cached"
+        raise ValueError(f"{name} {value!r:.80}: {reason}; use 127.0.0.1, or set curve_key_file and curve_clients")
 
 
 class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -47,6 +95,12 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         OptionalAddress, "Address under which engines reach that one; by default --kv-listen."
     ] = ""
     enable_prompt_embeds: Annotated[bool, "Accept embeddings in place of the tokens of a prompt."] = False
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        "Publish the events of the prefix cache over ZeroMQ as vLLM does, for routers of others: a JSON object with "
+        "enable_kv_cache_events and, where the defaults do not suit, endpoint, replay_endpoint, buffer_steps, hwm, "
+        "topic, token_ids, curve_key_file and curve_clients (docs/operate/kv-events.md). Sets --kv-events too.",
+    ] = None
     max_logprobs: Annotated[
         Annotated[int, Meta(ge=-1)],
         "Most log probabilities that a request can get for a token; -1: the whole vocabulary.",
@@ -77,6 +131,14 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         scheduler=SchedulerConfig(prefill_tokens_beside_decode=128),
         structured_output=StructuredOutputConfig(),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_events_config is None or not self.kv_events_config.is_on:
+            return
+        if not self.engine.cache.enable_prefix_caching:
+            raise ValueError("--kv-events-config: without --enable-prefix-caching there are no events to publish")
+        force_setattr(self, "engine", replace(self.engine, cache=replace(self.engine.cache, kv_events=True)))
 
     @property
     def kv_transports(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ For placement they are merged into what they changed.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from itertools import islice
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -37,9 +37,13 @@ class KVEventFeed:
         self._batches: deque[engine_pb2.WatchKVEventsResponse] = deque(maxlen=capacity)
         self._next = 1
         self._news = asyncio.Event()
+        self.outlet: Callable[[Sequence[KVCacheEvent]], None] | None = None
+        """Publishes the events of a step to routers of others; None: they get none."""
 
-    def publish(self, events: Iterable[KVCacheEvent]) -> None:
+    def publish(self, events: Sequence[KVCacheEvent]) -> None:
         """Append the events of one step as the next batch."""
+        if self.outlet is not None:
+            self.outlet(events)
         self._batches.append(
             engine_pb2.WatchKVEventsResponse(
                 sequence=self._next, engine_epoch=self._epoch, time=_now(), events=map(_to_proto, events)

@@ -117,7 +117,6 @@ ANSWERS = {
     "--swap-space": _OFFLOAD,
     "--kv-offloading-size": _OFFLOAD,
     "--kv-offloading-backend": _OFFLOAD,
-    "--kv-events-config": "use --kv-events",
     "--kv-transfer-config": "use --prefill and --decode, and --kv-transports",
     "--calculate-kv-scales": "use --kv-cache-dtype",
     "--prefix-caching-hash-algo": "blocks are always named by SHA-256",

@@ -25,7 +25,7 @@ from tokenloom.preflight.host import (
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.engine.records.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings, KVEventsConfig
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import CacheSalts
@@ -66,11 +66,24 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
 def _engine_config(options: MeshOptions) -> EngineConfig:
     """Return the options of the engines, as they will read them. Raises ``CannotServe``."""
     try:
-        read = EngineSettings.read(options.flags.get("engine", ()), options.environment.get("engine", {})).engine
+        settings = EngineSettings.read(options.flags.get("engine", ()), options.environment.get("engine", {}))
     except ValueError as error:
         raise CannotServe(f"engine: {error}") from None
+    _check_kv_events(settings.kv_events_config, options)
+    read = settings.engine
     # The supervisor sets the size of a group, over whose engines experts are spread, when it starts each engine.
     return replace(read, parallel=replace(read.parallel, data_parallel_size=options.ranks.size or 1))
+
+
+def _check_kv_events(config: KVEventsConfig | None, options: MeshOptions) -> None:
+    """Check that each engine has an address to publish its KV events at. Raises ``CannotServe``."""
+    num_engines = len(options.models) * (1 if options.ranks.size else len(options.engine_roles))  # ranks count ports up
+    if config is None or not config.is_on or num_engines < 2:
+        return
+    for name in ("endpoint", "replay_endpoint"):
+        if (value := getattr(config, name)) is not None and not (value.startswith("tcp://") and value.endswith(":0")):
+            reason = f"{num_engines} engines cannot share {value}; use tcp://127.0.0.1:0, which gives each its own"
+            raise CannotServe(f"--kv-events-config: {name}: {reason}")
 
 
 def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:

@@ -240,3 +240,17 @@ def test_models_are_checked_for_engines_over_which_experts_are_spread(started: l
     assert "not supported with experts that are spread over engines" in result.output
     result = CliRunner().invoke(app, [*spread, "--enable-eplb"])
     assert "enable_eplb: the model has no experts" in result.output, "there are several engines to balance"
+
+
+def test_engines_that_would_publish_their_events_at_one_address_are_not_started(started: list[MeshOptions]) -> None:
+    for endpoint, arguments, status in (
+        ("tcp://127.0.0.1:5557", ("--engines", "2"), 2),
+        ("tcp://127.0.0.1:0", ("--engines", "2"), 0),
+        ("tcp://127.0.0.1:5557", ("--engines", "1"), 0),
+        ("tcp://0.0.0.0:5557", ("--engines", "1"), 2),
+    ):
+        config = f'{{"enable_kv_cache_events": true, "endpoint": "{endpoint}"}}'
+        result = CliRunner().invoke(app, ["serve", "--kv-events-config", config, *arguments])
+        assert result.exit_code == status, result.output
+        assert ("--kv-events-config: endpoint" in result.output or "kv" in result.output) == (status == 2)
+    assert len(started) == 2

@@ -103,6 +103,9 @@ breaking-protos: ## check that the protos understand those of the last release (
 protos: install ## regenerate the client stubs beside the .proto files
 	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. --mypy_grpc_out=quiet:. $(PROTOS)
 
+stubs: install ## write build/stubs/: the public API's stubs for Node.js (npm), and for Go with Debian's packages of Go 1.19
+	$(BIN)/python -m tools.stubs
+
 release-protos: ## keep the protos as those of a release, for breaking-protos (Node.js)
 	cd protos && npx --yes @bufbuild/buf@1.75.0 build --exclude-source-info --output last_release.binpb
 
@@ -286,4 +289,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check docs-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos stubs docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check docs-check wheel-check pictures site help

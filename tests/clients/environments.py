@@ -1,13 +1,16 @@
 """An environment for each client, made once and kept under ``build/clients``."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.clients.table import Client
+from tools.stubs import debian, go_stubs, npm_stubs
 
 BUILD = Path("build/clients")
 TORCH = "torch==2.13.0"
@@ -20,18 +23,24 @@ def interpreter(client: Client) -> Path:
     if client.environment and borrowed.is_file():
         return borrowed
     home = (BUILD / Path(client.script).name.replace("_client", "").replace(".", "-")).absolute()
-    wanted = "\n".join(client.requirements)
+    stubs = _write_stubs(client)
+    wanted = "\n".join((*client.requirements, *(hashlib.sha256(each.read_bytes()).hexdigest() for each in stubs)))
     mark = home / "installed"
     if not mark.exists() or mark.read_text() != wanted:
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
-        (_install_python if client.is_python else _install_node)(client, home)
+        if client.is_python:
+            _install_python(client, home)
+        else:
+            _install_node(home, (*client.requirements, *map(str, stubs)))
         mark.write_text(wanted)
     return home / "bin" / "python" if client.is_python else home
 
 
 def version(client: Client, home: Path) -> str:
     """Of the client's package, as installed, or of its program."""
+    if client.stubs == "go":
+        return debian.version(debian.LIBRARY)
     if client.program:
         return subprocess.run([client.program, "--version"], check=True, capture_output=True, text=True).stdout.split()[
             1
@@ -55,9 +64,18 @@ def _install_python(client: Client, home: Path) -> None:
         _run([str(home / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes", *client.without])
 
 
-def _install_node(client: Client, home: Path) -> None:
+def _write_stubs(client: Client) -> tuple[Path, ...]:
+    """Write the stubs that a client needs, and return the packages of them that its environment installs."""
+    if client.stubs == "npm":
+        return (npm_stubs.write(),)
+    if client.stubs == "go":
+        go_stubs.write()
+    return ()
+
+
+def _install_node(home: Path, requirements: Sequence[str]) -> None:
     (home / "package.json").write_text('{"private": true}')
-    _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home), *client.requirements])
+    _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home), *requirements])
 
 
 def _run(command: list[str]) -> None:

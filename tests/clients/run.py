@@ -22,6 +22,8 @@ from tests.clients.scripted_mesh import WORDS
 from tests.clients.table import CLIENTS, Client
 from tests.services.gateway.fakes import MODEL
 from tokenloom.model_files.model_path import PICTURE_MODEL_NAME as PICTURE_MODEL
+from tools.stubs.protoc import BUILD as STUBS
+from tools.stubs.protoc import StubsFailed
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CHECKPOINT = Path("tokenloom/demo_model").absolute()
@@ -87,6 +89,7 @@ def serving(log: Path, *arguments: str) -> Iterator[dict[str, str]]:
             "TOKENLOOM_CHECKPOINT": str(CHECKPOINT),
             "TOKENLOOM_PYTHON": sys.executable,
             "TOKENLOOM_ADMIN_KEY": ADMIN_KEY,
+            "TOKENLOOM_STUBS": str(STUBS),
         }
     finally:
         process.terminate()
@@ -127,7 +130,7 @@ def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
             version = environments.version(client, home)
             started = time.monotonic()
             ok = _run_script(client, home, {**mesh, "OUT": out}, file.fileno())
-        except (subprocess.SubprocessError, OSError) as error:
+        except (subprocess.SubprocessError, OSError, StubsFailed) as error:
             file.write(f"{error}\n")
             ok = False
         file.flush()

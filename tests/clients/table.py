@@ -5,7 +5,8 @@ A script under ``scripts/`` reads from its environment where the mesh is: ``TOKE
 ``TOKENLOOM_PYTHON`` (one with transformers), ``TOKENLOOM_ADMIN_KEY`` and ``OUT``, a folder of its own, where it runs.
 ``SCRIPTED_URL`` and ``SCRIPTED_MODEL`` are those of a scripted model, which finishes tasks; ``SCRIPTED_WORDS`` is what
 the file ``made.txt`` holds then. ``PICTURE_URL`` and ``PICTURE_MODEL`` are those of a model that reads images, and
-``PICTURE_FILE`` is one. ``scripts/faults.py`` has the requests that fail.
+``PICTURE_FILE`` is one. ``TOKENLOOM_STUBS`` is the folder of what `make stubs` writes. ``scripts/faults.py`` has the
+requests that fail.
 It ends with status 0 when everything was as it should be, and prints, last, one line for the table.
 """
 
@@ -32,6 +33,8 @@ class Client:
     """The program of the machine that is the client, where no package is."""
     environment: str = ""
     """An environment under ``$PEERS_ROOT`` that serves as well, where there is one."""
+    stubs: str = ""
+    """The language of the stubs that it is generated from."""
 
     @property
     def is_python(self) -> bool:
@@ -95,6 +98,8 @@ CLIENTS = (
     Client("tritonclient", "triton_client.py", ("tritonclient[grpc]==2.73.0",)),
     Client("java.net.http", "jvm_client.py", (), program="java"),
     Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),
+    Client("@grpc/grpc-js (stubs)", "stubs/grpc_js_client.mjs", ("@grpc/grpc-js@1.14.7",), stubs="npm"),
+    Client("grpc-go (stubs)", "stubs/go_client.py", (), stubs="go"),
     Client(
         "openapi-python-client",
         "generators/openapi_python_client.py",

@@ -18,8 +18,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-
+from tests.wheel.family import cpu_seconds
+from tests.wheel.first_sentence import MOST_SECONDS, first_sentence
 from tokenloom.gpu_worker.kernels.levels import LEVELS
 from tokenloom.gpu_worker.kernels.prebuilt import library_name, variants
 
@@ -46,6 +46,8 @@ def main() -> int:
     _install("tokenloom[engine]")  # as the refusal says: the package is there, and its extras name the others
     taken.append(_report("first answer", _seconds_to_answer(), FIRST_ANSWER))
     taken.append(_report("second start", _least(_seconds_to_answer, SECOND_START), SECOND_START))
+    first, _ = first_sentence((str(PYTHON.parent / "tokenloom"),), _environment())
+    taken.append(_report("`tokenloom run`, its download from a mirror included", first, MOST_SECONDS))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         taken.append(_refused("a taken port", port, "serve", "--port", port))
@@ -73,12 +75,6 @@ def held_levels(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         files = {Path(name).name for name in archive.namelist()}
     return [level.name for level in LEVELS if all(library_name(*each, level) in files for each in variants())]
-
-
-def family_cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process, of its descendants, and of those of them that have ended."""
-    parent = psutil.Process(pid)
-    return sum(sum(process.cpu_times()[:4]) for process in (parent, *parent.children(recursive=True)))
 
 
 def _is_for_this_machine(wheel: Path) -> bool:
@@ -115,7 +111,7 @@ def _seconds_to_answer() -> float:
         )
         with urllib.request.urlopen(request, timeout=60) as response:
             answer = json.load(response)
-        seconds = family_cpu_seconds(process.pid)
+        seconds = cpu_seconds(process.pid)
     assert answer["choices"][0]["message"]["content"] == "3 + 4 = 7.", answer
     return seconds
 

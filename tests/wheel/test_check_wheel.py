@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheel.check_wheel import family_cpu_seconds, held_levels, newest_wheel
+from tests.wheel.check_wheel import held_levels, newest_wheel
+from tests.wheel.family import cpu_seconds
 from tokenloom.gpu_worker.kernels.levels import LEVELS
 from tokenloom.gpu_worker.kernels.prebuilt import library_name, variants
 
@@ -28,7 +29,7 @@ def test_the_time_of_a_family_counts_children_that_run_and_that_have_ended() -> 
     with subprocess.Popen([sys.executable, "-c", PARENT], **pipes) as parent:  # type: ignore[call-overload]
         parent.stdout.readline()  # the second child has used its time, and waits
         # Linux counts in hundredths, and drops the rest of each process.
-        assert 0.38 <= family_cpu_seconds(parent.pid) < 60
+        assert 0.38 <= cpu_seconds(parent.pid) < 60
         parent.stdin.close()
 
 

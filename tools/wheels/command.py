@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
-    """Build the wheels, and print the size of each, and the wall time of each level's kernels."""
+    """Build the wheels, and print the size of each, and what each level's kernels took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--levels", default="all", help="levels of processors, separated by commas; all; or none")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")
@@ -56,9 +56,11 @@ def _chosen(names: str, parser: argparse.ArgumentParser) -> Iterator[tuple[Level
 
 
 def _built(level: Level, compiler: str) -> list[Path]:
-    started = time.monotonic()
+    started, before = time.monotonic(), os.times()
     libraries = build_ahead(level, compiler)
-    _say(f"{level.name}: {len(libraries)} libraries in {time.monotonic() - started:.0f} s")
+    wall, after = time.monotonic() - started, os.times()
+    compiling = after.children_user + after.children_system - before.children_user - before.children_system
+    _say(f"{level.name}: {len(libraries)} libraries in {wall:.0f} s, {compiling:.0f} s of CPU")
     return libraries
 
 

@@ -93,6 +93,7 @@ async def _start(
     fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)
     if await asyncio.to_thread(weights_stamps, path, settings.engine.worker) != stamps:  # which did the core load?
         raise FailedPrecondition(f"the files of {path} changed while they were loaded; start the engine again")
+    host.publish(max_model_len=core.ready.max_model_len)
     to_coordinator = host.channels.open(settings.coordinator, "coordinator") if settings.coordinator else None
     if to_coordinator is not None:
         host.spawn(_hold(to_coordinator), name="engine-coordinator-channel")

@@ -9,6 +9,8 @@ MAX_UNIX_PATH = 107
 """Bytes that Linux allows for a socket's path, without the closing zero."""
 STREAMS_SUFFIX = ".calls"
 """Follows the path of a unix socket: where the same process takes the local streams of its machine."""
+CHANGED_SUFFIX = ".changed"
+"""Takes the place of a state file's: a socket of the supervisor, which gets an empty datagram when the file changes."""
 DNS = "dns:///"
 """Prefix of an address (``dns:///name:port``) whose name has an entry per replica, as a headless Service's has."""
 

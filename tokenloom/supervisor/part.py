@@ -136,15 +136,12 @@ class SupervisedPart:
         return await Process.start(self.spec if self.restarts else self.spec.first, self._output)
 
     async def _follow(self, pid: int) -> None:
-        """Watch the health of the process once it has written its addresses. What keeps the supervisor from reading it,
-        such as a lack of descriptors, is no fault of the part."""
-        while (state := read_part_state(self.spec.state_file)) is None or state.pid != pid:  # noqa: ASYNC110 - a file has no event
-            await asyncio.sleep(_POLL_SECONDS)
-        self.state = state
+        """Watch what the process says of itself. What keeps the supervisor from reading it, such as a lack of
+        descriptors, is no fault of the part."""
         backoff = FIRST_BACKOFF
         while True:
             try:
-                await part_health.follow(state.health, self._report)
+                await part_health.follow(self.spec.state_file, pid, self._take)
             except Exception as error:
                 self._report(False)
                 reason = f"its health cannot be read ({describe(error)}); trying again in {backoff:.1f} s"
@@ -161,10 +158,13 @@ class SupervisedPart:
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
+    def _take(self, state: PartReport) -> None:
+        self.state = state
+        self._report(state.serving)
+
     def _report(self, serving: bool) -> None:
         if serving:
             self._unserving.clear()
-            self.state = read_part_state(self.spec.state_file) or self.state  # the part may have changed it
             self._ever_served = True
             self.serving.set()
         else:

@@ -1,34 +1,53 @@
-"""Asks the running parts of a local mesh: whether they serve, and how many tokens a request may have."""
+"""Follows what the running parts of a local mesh say of themselves: whether they serve, and where."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.v1 import engine_pb2, engine_pb2_grpc
 
+from .state_dir import PartReport, read_part_state
+
+_LOOK_SECONDS = 5.0
+"""How often the file is read without a notice: a part without a descriptor for it sends none."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
-_RETRY_SECONDS = 0.1
 
 
-async def follow(address: str, report: Callable[[bool], None]) -> None:
-    """Report whether the part is SERVING, now and at each change, until cancelled. An unreachable part is not."""
-    async with open_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+async def follow(state_file: Path, pid: int, report: Callable[[PartReport], None]) -> None:
+    """Report what a process writes into its state file, now and at each change, until cancelled.
+
+    Raises ``OSError`` if the system has no descriptor for that.
+    """
+    # Not by calls of gRPC, whose runtime would take eight threads of the supervisor.
+    with _notices(state_file) as notices:
+        loop = asyncio.get_running_loop()
         while True:
-            call = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            try:
-                async for response in call:
-                    report(response.status == _SERVING)
-            except grpc.aio.AioRpcError:
-                pass
-            finally:
-                call.cancel()
-            report(False)
-            await asyncio.sleep(_RETRY_SECONDS)
+            state = read_part_state(state_file)
+            if state is not None and state.pid == pid:
+                report(state)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await loop.sock_recv(notices, 1)
+
+
+@contextlib.contextmanager
+def _notices(state_file: Path) -> Iterator[socket.socket]:
+    """Open the socket that gets an empty datagram whenever the state file has changed."""
+    path = state_file.with_suffix(CHANGED_SUFFIX)
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+        notices.setblocking(False)
+        notices.bind(str(path))
+        try:
+            yield notices
+        finally:
+            path.unlink(missing_ok=True)
 
 
 async def is_serving(address: str, timeout: float = 1.0) -> bool:
@@ -40,22 +59,3 @@ async def is_serving(address: str, timeout: float = 1.0) -> bool:
         except grpc.aio.AioRpcError:
             return False
         return bool(response.status == _SERVING)
-
-
-_TIMEOUT = 2.0
-
-
-async def context_length(addresses: Sequence[str]) -> int | None:
-    """Return the smallest context length of the engines at these addresses, in tokens; None: none of them answers."""
-    lengths = await asyncio.gather(*map(_context_length, addresses))
-    return min((length for length in lengths if length), default=None)
-
-
-async def _context_length(address: str) -> int:
-    async with open_channel(address) as channel:
-        stub = engine_pb2_grpc.EngineAdminStub(channel)
-        try:
-            info = await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=_TIMEOUT)
-        except grpc.aio.AioRpcError:
-            return 0
-        return int(info.max_model_len)

@@ -73,6 +73,10 @@ class PartReport:
     """Whether it drains and has left its listening sockets to the next process."""
     certificate: Path | None = None
     """What a gateway presents to its clients; None: it serves plain text."""
+    serving: bool = False
+    """Whether the part is SERVING."""
+    max_model_len: int | None = None
+    """The context length of an engine, in tokens; None until it has loaded the model."""
 
 
 def root() -> Path:

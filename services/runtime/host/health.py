@@ -1,7 +1,7 @@
 """grpc.health.v1: one state for the whole process, published under "" and under every service's name."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -32,7 +32,9 @@ class Health:
         serving: The state now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """``on_change``: called when ``serving`` has changed."""
+        self._on_change = on_change
         self._servicer = health_aio.HealthServicer()
         self._names = [""]
         self._probes: grpc.aio.Server | None = None
@@ -86,7 +88,9 @@ class Health:
 
     async def _publish(self) -> None:
         is_ready = self._is_ready and self._is_healthy
-        self.serving = is_ready and self._is_answering
+        before, self.serving = self.serving, is_ready and self._is_answering
+        if self.serving != before:
+            self._on_change()
         # Readiness ignores the other parts: requests wait at a gateway while no engine serves. A Service of Kubernetes
         # without a ready pod would refuse them instead.
         await self._servicer.set(READINESS, _status(is_ready))

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from tokenloom.process.fall_backs import OF_PROCESS, FallBacks
 from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.services.runtime.peers.certificate import wait_for_files
 
+from ..addresses import CHANGED_SUFFIX
 from ..peers.callers import check_caller
 from ..peers.tls import MeshTLS, PublicTLS
 from ..tasks import Failure, Tasks
@@ -28,7 +30,7 @@ from .servicer_edge import Authorize, Edge, ObserveCall
 
 
 class StateFile:
-    """Keeps the published fields, and writes them to the file if there is one."""
+    """Keeps the published fields, and writes them to the file if there is one. Each time it tells the supervisor."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -47,6 +49,10 @@ class StateFile:
             draft.replace(self._path)
         except OSError as error:
             raise Unavailable(f"state_file: cannot write {self._path}: {error.strerror}") from None
+        # Where nobody listens this fails, and where many such datagrams wait: the file is read after the last one.
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as teller:
+            teller.setblocking(False)
+            teller.sendto(b"", str(self._path.with_suffix(CHANGED_SUFFIX)))
 
     def remove(self) -> None:
         """Remove the file, unless a successor has written its own; nothing is written any more. Idempotent."""
@@ -62,6 +68,7 @@ class StateFile:
 
 log = logging.getLogger(__name__)
 
+_RETRY_SECONDS = 1.0
 _Servicer = TypeVar("_Servicer")
 
 
@@ -96,7 +103,7 @@ class Host:
         self.epoch = self.random.getrandbits(64) or 1  # zero means "any" in a Hello
         self.address = self.health_address = self.metrics_address = ""
         self.metrics = process_metrics.new_registry()
-        self.health = Health()
+        self.health = Health(self._publish_serving)
         process_metrics.observe_part(self.metrics, settings.service, settings.instance_id, lambda: self.health.serving)
         self.tls: MeshTLS | None = None
         self.public_tls: PublicTLS | None = None
@@ -158,6 +165,16 @@ class Host:
                 raise
             log.warning("%s", error.message)
 
+    def _publish_serving(self) -> None:
+        """Write whether the service is SERVING, until that succeeds: the supervisor waits for it."""
+        if self._loop is None:  # `publish_addresses` will
+            return
+        try:
+            self._state.publish(serving=self.health.serving)
+        except Unavailable as error:
+            log.warning("%s", error.message)
+            self._loop.call_later(_RETRY_SECONDS, self._publish_serving)
+
     def publish_fall_backs(self) -> None:
         """Write the fall-backs to the state file soon, from any thread: those of a thousand engines, which begin at
         once, are written once."""
@@ -217,6 +234,7 @@ class Host:
             address=self.address,
             metrics=self.metrics_address,
             health=self.health_address,
+            serving=self.health.serving,
             certificate="" if settings.public_certificate is None else str(settings.public_certificate.cert.absolute()),
             fall_backs=[each._asdict() for each in self.fall_backs.active],
         )

@@ -32,7 +32,9 @@ class FakeService:
         if behaviour in ("usage", "crash"):
             raise SystemExit(2 if behaviour == "usage" else 1)
         if behaviour == "deaf":
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            # Not a mask of signals: this thread's would leave the signal to the threads of gRPC.
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if behaviour == "child":
             command = [sys.executable, "-c", "import signal; signal.pause()"]
             child = subprocess.Popen(command)  # noqa: ASYNC220 - it is to be left behind

@@ -247,8 +247,8 @@ async def test_a_restart_without_descriptors_is_tried_again(
 async def test_a_part_whose_health_cannot_be_read_runs_on(
     make_spec: MakeSpec, output: LineCopier, printed: Printed, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    """A state file, a channel or a lookup that fails is a fault of ours, not of the part."""
-    scarce = ScarceDescriptors(monkeypatch, part_health, "open_channel", failures=2)
+    """A state file or a socket that fails is a fault of ours, not of the part."""
+    scarce = ScarceDescriptors(monkeypatch, part_health, "_notices", failures=2)
     scarce.exhaust()
     part = SupervisedPart(make_spec(), output)
     async with kept(part) as keeper:

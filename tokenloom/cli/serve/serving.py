@@ -13,7 +13,6 @@ from tokenloom.request.chat_template import read_chat_template
 from tokenloom.supervisor.layout import MeshOptions, ServedModel, with_names
 from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed, unbuffered
-from tokenloom.supervisor.part_health import context_length
 
 from ..failures import reported
 from ..model_directory import model_directory
@@ -123,9 +122,9 @@ def _mesh_options(
 
 async def _announce_and_wait(mesh: Mesh, names: Sequence[str], scheme: str) -> None:
     await mesh.wait_serving()
-    engines = [engine.address for engine in mesh.states("engine")]
+    engines = [engine.max_model_len for engine in mesh.states("engine")]
     each = len(engines) // len(names)
-    lengths = [await context_length(engines[at * each : (at + 1) * each]) for at in range(len(names))]
+    lengths = [min(filter(None, engines[at * each : (at + 1) * each]), default=None) for at in range(len(names))]
     context = f", context: {' and '.join(map(str, lengths))} tokens" if all(lengths) else ""
     await mesh.output_settled()  # so that the lines below are the last ones
     without = "".join(f" Fall-back of engines: {each}." for each in mesh.fall_backs("engine"))

@@ -425,6 +425,26 @@ async def test_a_service_goes_on_when_its_state_file_cannot_be_written_any_more(
         assert (state["leaving"], state["role"], state["address"]) == (True, "decode", host.address)
 
 
+async def test_the_state_file_says_whether_it_serves_as_soon_as_it_can_be_written(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom.services.runtime.host.host._RETRY_SECONDS", 0.01)
+    assert settings.state_file is not None
+    folder = settings.state_file.parent / "state"
+    folder.mkdir()
+    settings = replace(settings, state_file=folder / "state.json")
+    async with running(Example(), settings) as host:
+        assert json.loads((folder / "state.json").read_text())["serving"] is True
+        (folder / "state.json").unlink()
+        folder.rmdir()
+        await host.health.set_healthy(False)
+        folder.mkdir()
+        async with asyncio.timeout(30):
+            while not (folder / "state.json").exists():  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0.01)
+        assert json.loads((folder / "state.json").read_text())["serving"] is False
+
+
 async def test_a_state_file_that_cannot_be_written_is_one_line() -> None:
     process = await Process.start("--state-file", "/nowhere/state.json")
     status, log = await process.end()

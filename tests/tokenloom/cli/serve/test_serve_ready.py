@@ -14,6 +14,8 @@ from tokenloom.supervisor.state_dir import PartReport
 class FakeMesh:
     """Stands in for a mesh that serves at once."""
 
+    lengths: tuple[int | None, ...] = (512,) * 4
+    """The contexts of the engines."""
     events: list[str] = field(default_factory=list)
     degraded: bool = False
 
@@ -35,19 +37,18 @@ class FakeMesh:
 
     def states(self, service: str) -> list[PartReport]:
         if service == "engine":
-            return [PartReport(1, address, None, None, "") for address in ("e0", "e1", "e2", "e3")]
+            return [PartReport(1, "e", None, None, "", max_model_len=length) for length in self.lengths]
         return [PartReport(1, "127.0.0.1:9123", None, "127.0.0.1:8123", "")]
 
 
-@pytest.mark.parametrize(("length", "context"), [(2048, ", context: 2048 tokens"), (None, "")])
+@pytest.mark.parametrize(
+    ("lengths", "context"),
+    [((2048, 4096), ", context: 2048 tokens"), ((None, 4096), ", context: 4096 tokens"), ((None, None), "")],
+)
 def test_the_last_line_says_where_and_what_is_served(
-    length: int | None, context: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lengths: tuple[int | None, ...], context: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def context_length(addresses: list[str]) -> int | None:
-        return length
-
-    monkeypatch.setattr(serving, "context_length", context_length)
-    mesh = FakeMesh()
+    mesh = FakeMesh(lengths)
     asyncio.run(serving._announce_and_wait(mesh, ["demo"], "http"))  # type: ignore[arg-type]
     assert mesh.events == ["serving", "settled", "waits"]
     line = capsys.readouterr().out
@@ -59,26 +60,15 @@ def test_the_last_line_says_where_and_what_is_served(
     assert served_url("") == ""
 
 
-def test_with_several_models_each_one_s_context_is_that_of_its_engines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def context_length(addresses: list[str]) -> int:
-        return {("e0", "e1"): 4096, ("e2", "e3"): 512}[addresses[0], addresses[1]]
-
-    monkeypatch.setattr(serving, "context_length", context_length)
-    asyncio.run(serving._announce_and_wait(FakeMesh(), ["large", "small"], "http"))  # type: ignore[arg-type]
+def test_with_several_models_each_one_s_context_is_that_of_its_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = FakeMesh((8192, 4096, 512, 512))
+    asyncio.run(serving._announce_and_wait(mesh, ["large", "small"], "http"))  # type: ignore[arg-type]
     line = capsys.readouterr().out
     assert line.startswith("large and small are served at http://127.0.0.1:8123 (page: ")
     assert "context: 4096 and 512 tokens" in line
 
 
-def test_the_line_says_what_the_engines_do_without(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def context_length(addresses: list[str]) -> int:
-        return 512
-
-    monkeypatch.setattr(serving, "context_length", context_length)
+def test_the_line_says_what_the_engines_do_without(capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(serving._announce_and_wait(FakeMesh(degraded=True), ["demo"], "http"))  # type: ignore[arg-type]
     line = capsys.readouterr().out
     assert line.endswith("context: 512 tokens). Fall-back of engines: engine: less. Ctrl-C stops it.\n")

@@ -310,13 +310,15 @@ class AsyncMPClient:
         self._process = CoreProcess(command)
         self._arena = ArrayArena(config.parallel.request_arena_bytes)
         self._pulse = PulseMemory()
-        self._context = zmq.asyncio.Context()
         self._socket = AsyncSocket(self._process.connection)
-        self._kv = self._context.socket(zmq.PAIR)
-        # When a client is collected that was dropped without :meth:`close`, ZMQ would wait without end for a core that
-        # does not take its KV calls: a run of the explorer hung so for an hour, and a process would at its exit.
-        self._kv.linger = 0
+        self._context: zmq.asyncio.Context | None = None  # it has two threads, which only KV needs
         if config.kv.transports:
+            self._context = zmq.asyncio.Context()
+            self._kv = self._context.socket(zmq.PAIR)
+            # When a client is collected that was dropped without :meth:`close`, ZMQ would wait without end for a core
+            # that does not take its KV calls: a run of the explorer hung so for an hour, and a process would at its
+            # exit.
+            self._kv.linger = 0
             self._kv.bind(self._process.kv_address)
         self._decoder = Decoder(EngineCoreOutputs)
         self._kv_events: Decoder[KVEvent] = Decoder(KVEvent)
@@ -392,6 +394,7 @@ class AsyncMPClient:
         await self._unless_dead(lambda: self._kv.send_multipart(frames))
 
     async def kv_receive(self) -> KVEvent:
+        assert self._config.kv.transports, "this core transfers no KV"
         return self._kv_events.decode(await self._unless_dead(self._kv.recv_multipart))
 
     async def close(self) -> None:
@@ -402,7 +405,8 @@ class AsyncMPClient:
         self._fail(EngineDeadError("the client was closed"))
         await self._calls.close()
         self._process.connection.close()
-        self._context.destroy(linger=0)
+        if self._context is not None:
+            self._context.destroy(linger=0)
         self._arena.close()
         self._pulse.close()
 

@@ -295,6 +295,8 @@ def run_engine_core(
             guard.on_terminate = proc.request_shutdown
             # Last, when every thread runs: the client sends requests as soon as it has this.
             handshake.send_multipart(encode(core.ready))
+        if kv_thread is None:
+            context.term()  # its two threads have nothing left to do
         return _run(proc, core, kv_thread)
     finally:
         if link is not None:

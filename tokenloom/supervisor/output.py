@@ -3,17 +3,18 @@
 import io
 import os
 import select
+import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 WriteLine = Callable[[str, str], None]
-"""Takes the name of a part and one line of its output; called from several threads, one line at a time."""
+"""Takes the name of a part and one line of its output; called from two threads, one line at a time."""
 
 _COLOURS = {
     "gateway": 36,
@@ -27,9 +28,28 @@ _NAME_WIDTH = len("output_processor-0")
 _LONGEST_LINE = 64 * 1024
 
 
+class _Lines:
+    """Divides what comes out of a pipe into lines; one that is too long is cut."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rest = bytearray()
+
+    def take(self, data: bytes) -> Iterator[str]:
+        """Yield the lines that end with this piece; an empty one is the end of the pipe, and ends the last line."""
+        self._rest += data
+        while self._rest:
+            end = self._rest.find(b"\n", 0, _LONGEST_LINE) + 1
+            if not end and data and len(self._rest) < _LONGEST_LINE:
+                return
+            end = end or _LONGEST_LINE
+            yield self._rest[:end].decode(errors="replace").rstrip("\r\n")
+            del self._rest[:end]
+
+
 class LineCopier:
-    """Copies each stream in a thread. The pipe is the only buffer: a stalled terminal stalls the parts, as it would
-    without a supervisor.
+    """Copies all streams in one thread. The pipes are the only buffers: a stalled terminal stalls the parts, as it
+    would without a supervisor.
 
     A log that cannot be written stalls and ends nothing: its lines are counted, and the next line that can be written
     follows one that says how many are missing.
@@ -40,7 +60,9 @@ class LineCopier:
         self._lock = threading.Lock()
         self._num_lost = 0
         self._why_lost = ""
-        self._threads: list[threading.Thread] = []
+        self._streams: selectors.BaseSelector | None = None  # made with the first one, behind the forks of the parts
+        self._thread: threading.Thread | None = None  # None: there is no stream
+        self._threading = threading.Lock()
         self._last_line = time.monotonic()
 
     def open(self, name: str) -> int:
@@ -48,7 +70,7 @@ class LineCopier:
         read_end, write_end = os.pipe()
         try:
             self.follow(name, read_end)
-        except RuntimeError:  # no further thread is allowed: the part is started again later
+        except (RuntimeError, OSError):  # no thread or descriptor is left: the part is started again later
             os.close(read_end)
             os.close(write_end)
             raise
@@ -56,10 +78,15 @@ class LineCopier:
 
     def follow(self, name: str, read_end: int) -> None:
         """Copy what a part writes to a pipe, and close the pipe's end."""
-        thread = threading.Thread(target=self._copy, args=(name, read_end), name=f"log-{name}", daemon=True)
-        self._threads = [t for t in self._threads if t.is_alive()]
-        thread.start()
-        self._threads.append(thread)
+        with self._threading:
+            if self._streams is None:
+                self._streams = selectors.DefaultSelector()
+            if self._thread is None:
+                thread = threading.Thread(target=self._copy, args=(self._streams,), name="logs", daemon=True)
+                thread.start()
+                self._thread = thread
+            # The thread may be waiting for the others already: epoll and kqueue take one more meanwhile.
+            self._streams.register(read_end, selectors.EVENT_READ, _Lines(name))
 
     def quiet_seconds(self) -> float:
         """Return how long ago the last line was written."""
@@ -86,13 +113,25 @@ class LineCopier:
 
     def close(self, timeout: float = 1.0) -> None:
         """Wait until the output of ended parts is written."""
-        for thread in self._threads:
+        if (thread := self._thread) is not None:
             thread.join(timeout)
 
-    def _copy(self, name: str, descriptor: int) -> None:
-        with open(descriptor, "rb") as stream:
-            while line := stream.readline(_LONGEST_LINE):
-                self.say(name, line.decode(errors="replace").rstrip("\r\n"))
+    def _copy(self, streams: selectors.BaseSelector) -> None:
+        while self._has_streams(streams):
+            for key, _ in streams.select():
+                data = os.read(key.fd, _LONGEST_LINE)
+                for line in key.data.take(data):
+                    self.say(key.data.name, line)
+                if not data:
+                    streams.unregister(key.fd)
+                    os.close(key.fd)
+
+    def _has_streams(self, streams: selectors.BaseSelector) -> bool:
+        """Return whether the thread goes on."""
+        with self._threading:
+            if not streams.get_map():
+                self._thread = None
+            return self._thread is not None
 
 
 def unbuffered(stream: TextIO) -> TextIO:

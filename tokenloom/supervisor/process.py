@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -84,21 +84,30 @@ class Process:
 def _environment(spec: PartSpec) -> dict[str, str]:
     withheld = WITHHELD | spec.withheld
     inherited = {name: value for name, value in os.environ.items() if name not in withheld}
-    return {**_DEFAULTS, **inherited, **_ENVIRONMENT, **spec.environment}
+    threads = {} if spec.service in ("engine", "encoder") else _ONE_THREAD
+    return {**_DEFAULTS, **threads, **inherited, **_ENVIRONMENT, **spec.environment}
 
 
-_SHARED = "tokenloom.services.runtime.host.service"
-"""Every part imports it; it is most of what a coordinator imports."""
+_SHARED = (
+    "tokenloom.services.runtime.host.service",
+    "tokenloom.services.runtime.registry.registry_view",
+    "tokenloom.services.runtime.streams.slotted_stream",
+    "tokenloom.model_files.checkpoint",
+    "tokenloom.request.output_constraints",
+    "tokenloom.v1.engine_pb2_grpc",
+    "numpy",
+)
+"""What several parts import. The first is most of what a coordinator imports."""
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""Else numpy starts a thread for each further core, which waits for products of matrices that only an engine computes,
+in its core."""
 
 
 def fork_first(specs: Sequence[PartSpec], output: LineCopier) -> dict[str, Process]:
     """Return a process for each part by the part's name, without those that have to be started in the ordinary way."""
     if not can_fork():
         return {}
-    # Imported here once: of five processes each spent a quarter of a second of CPU on it. A second start of the demo
-    # mesh took 4.2 instead of 7.7 s of CPU until the first chat was answered.
-    with uncollected_imports():
-        import_module(_SHARED)
+    import_shared()
     processes: dict[str, Process] = {}
     pipes: dict[str, int] = {}
     # Engines take longest to start.
@@ -108,6 +117,30 @@ def fork_first(specs: Sequence[PartSpec], output: LineCopier) -> dict[str, Proce
     for name, pipe in pipes.items():  # last, because it starts threads
         output.follow(name, pipe)
     return processes
+
+
+def import_shared() -> None:
+    """Import what the parts share, without starting a thread."""
+    # Imported here once: of five processes each spent a quarter of a second of CPU on it. A second start of the demo
+    # mesh took 4.2 instead of 7.7 s of CPU until the first chat was answered. The pages of these modules are shared.
+    with uncollected_imports(), _variables(_ONE_THREAD):
+        for name in _SHARED:
+            import_module(name)
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _fork(spec: PartSpec, processes: dict[str, Process], pipes: dict[str, int]) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, runtime_checkable
 
 import uvloop
@@ -132,9 +133,12 @@ def main(service_class: Callable[[_Settings], Service], settings_class: type[_Se
 async def _serve(service: Service, settings: ServiceSettings) -> int:
     stopping = asyncio.Event()
     _set_at_first_signal(stopping)
+    starting = _new_threads()
     try:
         async with _lifecycle(service, Host(settings), stopping) as host:
             OF_PROCESS.on_change = host.publish_fall_backs
+            _new_threads()  # those of the start would wait for ever: few services need any while they serve
+            starting.shutdown(wait=False)
             heap = Heap()
             heap.freeze()
             host.spawn(heap.run(), name="heap")
@@ -156,6 +160,13 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
     finally:
         OF_PROCESS.on_change = None
     return 1
+
+
+def _new_threads() -> ThreadPoolExecutor:
+    """Let ``asyncio.to_thread`` begin new threads from now on, and return what keeps them."""
+    threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
+    asyncio.get_running_loop().set_default_executor(threads)
+    return threads
 
 
 def _set_at_first_signal(stopping: asyncio.Event) -> None:

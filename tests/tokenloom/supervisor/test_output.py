@@ -21,6 +21,52 @@ def test_lines_are_copied_whole_with_their_part() -> None:
     assert seen == [("engine-0", "one"), ("engine-0", "two"), ("engine-0", "\ufffd three"), ("engine-0", "last")]
 
 
+def log_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "logs"]
+
+
+def test_one_thread_copies_all_streams_and_ends_with_the_last() -> None:
+    seen: list[tuple[str, str]] = []
+    copier = LineCopier(lambda name, line: seen.append((name, line)))
+    names = [f"engine-{number}" for number in range(20)]
+    with contextlib.ExitStack() as parts:
+        streams = [parts.enter_context(open(copier.open(name), "wb", buffering=0)) for name in names]
+        for turn in ("be", "gin\nand", " end\nno", " newline"):
+            for stream in streams:
+                stream.write(turn.encode())
+        assert len(log_threads()) == 1
+    copier.close()
+    assert not log_threads()
+    for name in names:
+        assert [line for each, line in seen if each == name] == ["begin", "and end", "no newline"]
+
+
+def test_a_stream_that_comes_after_the_last_has_ended_is_copied_too() -> None:
+    seen: list[str] = []
+    copier = LineCopier(lambda name, line: seen.append(line))
+    for number in range(3):
+        with open(copier.open("engine-0"), "wb") as stream:
+            stream.write(b"run %d" % number)
+        copier.close()
+    assert seen == ["run 0", "run 1", "run 2"]
+
+
+def test_a_pipe_that_no_thread_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    copier = LineCopier(lambda name, line: None)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            copier.open("engine-0")
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1, "only what waits for streams was opened"
+    with open(copier.open("engine-0"), "wb") as stream:
+        stream.write(b"a line")
+    copier.close()
+
+
 def test_the_time_since_the_last_line_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 5.0
     monkeypatch.setattr("tokenloom.supervisor.output.time.monotonic", lambda: now)

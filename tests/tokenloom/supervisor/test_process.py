@@ -1,5 +1,6 @@
 """What a part finds in its environment."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,3 +56,29 @@ async def test_a_part_inherits_no_option_that_is_decided_for_each_part(
     assert await (await Process.start(spec, output)).wait() == 0
     output.close()
     assert [line for _, line in printed] == ["TOKENLOOM_MAX_NUM_SEQS"]
+
+
+async def test_only_parts_that_multiply_no_matrices_have_one_thread_for_it(
+    output: LineCopier, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    tell = (sys.executable, "-c", "import os; print(os.environ.get('OPENBLAS_NUM_THREADS'))")
+    for service in ("coordinator", "engine"):
+        assert await (await Process.start(PartSpec(service, 0, tell, tmp_path / "state"), output)).wait() == 0
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    assert await (await Process.start(PartSpec("coordinator", 0, tell, tmp_path / "state"), output)).wait() == 0
+    output.close()
+    assert [line for _, line in printed] == ["1", "None", "3"]
+
+
+def test_what_parts_share_is_imported_without_a_thread() -> None:
+    """A process with threads is not forked."""
+    code = (
+        "import os, sys\n"
+        "from tokenloom.supervisor.process import import_shared\n"
+        "before = dict(os.environ)\n"
+        "import_shared()\n"
+        "print(len(os.listdir('/proc/self/task')), 'numpy' in sys.modules, before == dict(os.environ))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 True True\n"

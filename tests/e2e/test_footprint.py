@@ -1,0 +1,18 @@
+"""An idle mesh occupies little: threads are counted here, and memory by ``python -m tests.e2e.footprint``."""
+
+from typing import Any
+
+from tests.e2e.footprint import MOST_THREADS, footprints, table
+
+GRPC = "event_engine"
+"""gRPC starts from 4 to 16 of these threads in a process, as many as the machine has cores."""
+SERVICES = 5
+
+
+def test_an_idle_mesh_has_few_threads(serve: Any) -> None:
+    served = serve("--num-threads", "2")
+    found = footprints(served.family())
+    assert len(found) >= SERVICES + 2, table(found)
+    threads = sum(each.threads.total() - each.threads[GRPC] for each in found)
+    assert threads <= MOST_THREADS - 4 * SERVICES, table(found)
+    assert sum(GRPC in each.threads for each in found) == SERVICES, f"only services speak gRPC\n{table(found)}"

@@ -20,8 +20,7 @@ from .data.kv_groups import KVCacheConfig
 from .data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, ExpertLoads, SchedulerStats
 from .data.model_info import ModelInfo
 from .data.scheduler_output import ModelRunnerOutput, PendingOutput, SchedulerOutput
-from .executor.executor import Executor, PoolSpec
-from .executor.worker_adapters import WorkerAdapters
+from .executor.executor import Executor, PoolSpec, WorkerAdapters
 from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_updates

@@ -1,18 +1,24 @@
-"""Defines the protocol between the core and its executors, and which methods of workers may be called by name."""
+"""Defines the protocol between the core and its executors, which methods of workers may be called by name, and how LoRA
+adapters are kept in all workers of an executor."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
+from ..data.errors import RanksDifferError, WorkerLostError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
+from ..data.lora import LoraInfo
 from ..data.model_info import ModelInfo
 from ..data.scheduler_output import GrammarOutput, PendingOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.frames import call_with_raw, to_raw
 from .worker import Worker
+
+log = logging.getLogger(__name__)
 
 # Names arrive from clients, so what may be called is listed: getattr alone would offer every method of the worker.
 CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})
@@ -104,3 +110,54 @@ def call_worker(worker: Worker, method: str, args: Sequence[msgspec.Raw]) -> msg
             f"{type(worker).__name__} has no method {method!r} to call; declared: {sorted(WORKER_METHODS)}"
         )
     return to_raw(call_with_raw(function, args))
+
+
+class WorkerAdapters:
+    """Fulfils :class:`..scheduling.adapters.AdapterStore`."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._kept: set[bytes] = set()  # digests that every worker holds
+        # Digests that some workers may still hold although nothing needs them; bounded by the drops that have failed.
+        self._left: dict[bytes, None] = {}
+
+    def load(self, path: str) -> LoraInfo:
+        try:
+            infos = msgspec.convert(self._executor.collective_rpc("load_lora", path), list[LoraInfo])
+        except RanksDifferError as error:
+            self._drop_new(msgspec.convert(error.results, list[LoraInfo]))
+            if error.is_refused:
+                raise ValueError(f"{path}: only some workers accept these files: {error}") from error
+            raise
+        # Each worker reads the files itself: a file that is replaced between two reads would give the ranks two
+        # adapters.
+        if any(info != infos[0] for info in infos):
+            self._drop_new(infos)
+            raise ValueError(f"{path}: the files changed while they were read; retry")
+        self._kept.add(infos[0].digest)
+        self._left.pop(infos[0].digest, None)
+        return infos[0]
+
+    def drop(self, digest: bytes) -> None:
+        self._kept.discard(digest)
+        self._left[digest] = None
+        for each in list(self._left):
+            self._try_to_drop(each)
+
+    def _try_to_drop(self, digest: bytes) -> None:
+        """Let all workers forget an adapter; the next drop tries again if that fails. What a worker holds too much only
+        costs memory: it may not end any request."""
+        try:
+            self._executor.collective_rpc("drop_lora", digest)
+        except WorkerLostError:
+            pass  # new workers load only what is needed: the next step notices the loss
+        except Exception as error:
+            log.error("some workers may keep the adapter %s that nothing needs: %s", digest.hex(), error)
+            return
+        del self._left[digest]
+
+    def _drop_new(self, infos: list[LoraInfo]) -> None:
+        """Let the workers that have read an adapter which others have not forget it again."""
+        for digest in dict.fromkeys(info.digest for info in infos):
+            if digest not in self._kept:
+                self.drop(digest)

@@ -16,7 +16,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 from ..attention.attention_backend import KVCache
 
 CopyBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Copies blocks of a pool, see ``cuda.block_copy.copy_pool_blocks``."""
+"""Copies blocks of a pool, see ``cuda.row_kernels.copy_pool_blocks``."""
 
 
 class Mapping(Protocol):
@@ -193,7 +193,7 @@ class MappedPool:
 
 
 def copy_with_torch(source: Tensor, target: Tensor, source_blocks: Tensor, target_blocks: Tensor) -> None:
-    """Do what ``cuda.block_copy.copy_pool_blocks`` does, where Triton is not installed."""
+    """Do what ``cuda.row_kernels.copy_pool_blocks`` does, where Triton is not installed."""
     target.index_copy_(1, target_blocks, source.index_select(1, source_blocks.to(source.device)).to(target.device))
 
 

@@ -10,7 +10,7 @@ import torch
 from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from ..checkpoint.dummy_source import DummySource
+from ..checkpoint.directory_source import DummySource
 from ..checkpoint.files.config_reader import UnsupportedError
 from ..checkpoint.files.supported import LEARNED_POSITIONS
 from ..checkpoint.gguf.config import described_by, read_model

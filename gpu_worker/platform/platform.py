@@ -198,7 +198,7 @@ class CUDAPlatform:
     def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
         copy = copy_with_torch
         if uses_triton(self.device):
-            from ..cuda.block_copy import copy_pool_blocks as copy
+            from ..cuda.row_kernels import copy_pool_blocks as copy
         return make_device_pool(caches, num_blocks, layout, copy, CudaIpc())
 
     @property

@@ -16,7 +16,7 @@ from tests.gpu_worker.attention import steps
 from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words
+from tokenloom.gpu_worker.cuda.row_kernels import copy_pool_blocks, pool_words
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
 from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear, multiply_few, round_rows_at_once
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps

@@ -44,7 +44,7 @@ def make_pool(target: Target, num_blocks: int) -> KVPool:
     caches = torch.zeros(layers, 2, num_blocks, *shape, dtype=target.dtype, device=target.device)
     copy = copy_with_torch
     if target.has_gpu:
-        from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks as copy
+        from tokenloom.gpu_worker.cuda.row_kernels import copy_pool_blocks as copy
     return make_device_pool(caches.unbind(), num_blocks, _LAYOUT, copy, CudaIpc())
 
 

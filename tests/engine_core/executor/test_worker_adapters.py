@@ -9,7 +9,7 @@ from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.engine_core.data.errors import ExecutorFailedError, RanksDifferError
 from tokenloom.engine_core.data.lora import LoraInfo
-from tokenloom.engine_core.executor.worker_adapters import WorkerAdapters
+from tokenloom.engine_core.executor.executor import WorkerAdapters
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.models.test_models import MODELS
-from tokenloom.gpu_worker.checkpoint.dummy_source import DummySource
+from tokenloom.gpu_worker.checkpoint.directory_source import DummySource
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model

@@ -28,7 +28,7 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda import block_copy, row_kernels
+from tokenloom.gpu_worker.cuda import row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers import triton_linear as triton_experts
@@ -56,7 +56,6 @@ _TYPES = {
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _LAUNCHERS = (
     triton_backend,
-    block_copy,
     row_kernels,
     sampler_kernels,
     triton_experts,
@@ -207,7 +206,7 @@ def log_probabilities() -> None:
 
 def block_copies() -> None:
     pool = _empty(64, 100, 2048, dtype=torch.int64)
-    block_copy.copy_pool_blocks(pool, pool, _empty(9, dtype=torch.int64), _empty(9, dtype=torch.int64))
+    row_kernels.copy_pool_blocks(pool, pool, _empty(9, dtype=torch.int64), _empty(9, dtype=torch.int64))
 
 
 CASES: dict[str, Callable[[], object]] = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.kv_connector.fake_device import LAYOUT, fake_pool
-from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words
+from tokenloom.gpu_worker.cuda.row_kernels import copy_pool_blocks, pool_words
 from tokenloom.gpu_worker.kv_connector.device_transport import DeviceTransport
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
 

@@ -10,6 +10,7 @@ from math import lcm
 from msgspec.structs import replace
 
 from tokenloom.process.fall_backs import OF_PROCESS
+from tokenloom.process.plugins import marks
 
 from .data.config import EngineConfig
 from .data.handshake import CoreReady, WarmUp
@@ -35,7 +36,7 @@ def core_ready(
         vocab_size=model.vocab_size,
         block_size=config.cache.block_size,
         kv_layout=common_layout(model.kv_layout),
-        numerics=model.numerics,
+        numerics="/".join((model.numerics, *marks(config.plugins, "numerics"))),
         hidden_size=model.hidden_size,
         num_state_slots=kv_cache.num_state_slots,
         state_boundary=lcm(config.cache.block_size, kv_cache.state_chunk) if kv_cache.num_state_slots else 0,
@@ -47,6 +48,7 @@ def core_ready(
         pool_is_on_host=model.pool_is_on_host,
         media=model.media,
         has_waves=has_waves,
+        argument_schemas=model.argument_schemas,
         fall_backs=list(dict.fromkeys((*model.fall_backs, *OF_PROCESS.own()))),
     )
 

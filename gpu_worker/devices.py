@@ -2,15 +2,14 @@
 
 import torch
 
-from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.config import DEVICES, EngineConfig
 from tokenloom.engine_core.executor.worker import Worker
+from tokenloom.process.plugins import load
 
 from .checkpoint.served_how import served_how
 from .encoders.encoder_worker import EncoderWorker
 from .model_worker import ModelWorker
-from .platform.platform import CPUPlatform, CUDAPlatform
-
-DEVICES = ("auto", "cpu", "cuda")
+from .platform.platform import CPUPlatform, CUDAPlatform, Platform, XPUPlatform
 
 
 class CPUWorker(ModelWorker):
@@ -36,9 +35,12 @@ def make_worker(config: EngineConfig) -> Worker:
     Raises ``ValueError`` for an unknown device, or one that this machine does not have, and as ``served_how`` does.
     """
     name, has_gpu = config.worker.device, torch.cuda.is_available()
-    if name not in DEVICES:
+    if name not in DEVICES and ":" not in name:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
     is_encoder = served_how(config, has_gpu=has_gpu).by == "encoder"
+    if name == "xpu" or ":" in name:
+        platform = _platform(config)
+        return EncoderWorker(config, platform) if is_encoder else ModelWorker(config, platform)
     if name == "cuda" or (name == "auto" and has_gpu):
         if not is_encoder:
             return CUDAWorker(config)
@@ -46,6 +48,14 @@ def make_worker(config: EngineConfig) -> Worker:
             config, CUDAPlatform(config.cache.gpu_memory_utilization, _device_of(config.parallel.rank))
         )
     return EncoderWorker(config, CPUPlatform()) if is_encoder else CPUWorker(config)
+
+
+def _platform(config: EngineConfig) -> Platform:
+    """Return the platform of a device that no worker of its own has. Raises ``ValueError`` if it is not there."""
+    if config.worker.device == "xpu":
+        return XPUPlatform(config.cache.gpu_memory_utilization, config.parallel.rank)
+    platform: Platform = load("platforms", config.worker.device, config.plugins)(config)
+    return platform
 
 
 def _device_of(rank: int) -> torch.device | None:

@@ -178,7 +178,9 @@ class ModelSlot:
         if self._loader.load_format == "dummy":
             raise ValueError("load_format is dummy: no files hold the model's own weights")
         check_unchanged(self.path, self._stamps, self._loader.load_format)
-        with Checkpoint(self.path, torch.float32, torch.device("cpu"), self.model.config.scheme) as checkpoint:
+        config, cpu = self.model.config, torch.device("cpu")
+        source = self._loader.source(self.path, config, cpu)
+        with Checkpoint(self.path, torch.float32, cpu, config.scheme, source=source) as checkpoint:
             yield checkpoint
 
     def relocate_experts(self, held: Sequence[Mapping[int, MLP]]) -> None:
@@ -197,7 +199,8 @@ class ModelSlot:
             raise ValueError("load_format dummy: the weights are random and no files replace them; start without it")
         try:
             self._loader.read_config(path)  # its errors say more than a missing file
-            stamps = file_stamps(path)  # before the files are compared: :meth:`replace` notices a later change
+            # Before the files are compared: :meth:`replace` notices a later change.
+            stamps = file_stamps(path, self._loader.load_format)
             self._compare(path)
         except OSError as error:
             raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error

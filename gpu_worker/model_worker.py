@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
+from tokenloom.process.plugins import load, marks
 
 from .attention.attention_backend import TOKENWISE, AttentionBackend
 from .attention.attention_backends import make_attention_backend
@@ -49,6 +50,7 @@ from .parallel.ranks import ONLY_RANK, join_ranks
 from .platform.platform import Platform, check_device
 from .pooling.alignment import Aligner
 from .pooling.pooler import Pooler, check_pooling, make_pooler
+from .sampler.host.plugged_processors import load_logits_plugins
 from .speculation.drafting import Drafting
 from .step_recordings import StepRecordings, make_recorded_steps
 from .warm_up import (
@@ -67,6 +69,21 @@ from .warm_up import (
 _NO_RUNNER = "call initialize_kv_cache first"
 
 
+MakeBackend = Callable[[ModelConfig, int, torch.device], AttentionBackend]
+"""What a plugin of the kind ``attention_backends`` is: it takes model, tokens of a block, and device."""
+
+
+def _plugged_backend(config: EngineConfig) -> MakeBackend | None:
+    if ":" not in config.worker.attention_backend:
+        return None
+    if config.parallel.world_size > 1 or config.worker.batch_invariant:
+        raise ValueError(
+            "attention_backend: a plugin computes alone and in its own order; leave parallelism and batch_invariant out"
+        )
+    found: MakeBackend = load("attention_backends", config.worker.attention_backend, config.plugins)
+    return found
+
+
 class ModelWorker:
     """Fulfils :class:`tokenloom.engine_core.executor.worker.Worker`."""
 
@@ -76,6 +93,8 @@ class ModelWorker:
         self._config = config
         self._attention = TOKENWISE if config.worker.batch_invariant else config.worker.attention_backend
         self._platform = platform
+        # None: one that is built in.
+        self._plugged_backend = _plugged_backend(config)
         self._ranks = ONLY_RANK
         self._num_sharing = num_sharing(config, is_on_host=platform.pool_is_on_host)
         self._device = platform.device
@@ -87,6 +106,7 @@ class ModelWorker:
         self._pages: PoolPages | None = None  # None: the pool is a device's
         self._drafting: Drafting | None = None
         self._pooler: Pooler | None = None
+        self._plugins = load_logits_plugins(config.plugins) if config.plugins else []
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._layers: PoolLayers | None = None
@@ -111,12 +131,13 @@ class ModelWorker:
         loader = ModelLoader(
             dtype=config.dtype,
             device=self._device,
-            ops=make_ops(self._attention, self._device),
+            ops=make_ops("auto" if self._plugged_backend else self._attention, self._device),
             quantization=config.quantization,
             model_impl=config.model_impl,
             max_model_len=self._config.max_model_len,
             ranks=self._ranks,
             load_format=config.load_format,
+            plugins=self._config.plugins,
         )
         if self._config.cache.dtype != "auto":
             check_kv_dtype(loader.read_config(Path(config.model)), self._config.cache.dtype)
@@ -147,7 +168,7 @@ class ModelWorker:
             check_model(self._model, backend, block_size, self._device, has_stages=has_stages)
             library = self._model.library
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
-        layout = self._layers.layout(block_size)
+        layout = self._layout(block_size)
         self._backend = self._layers.make_backend(self._make_backend, block_size)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
@@ -166,6 +187,7 @@ class ModelWorker:
             fall_backs=OF_PROCESS.own(),
             draft_bytes_per_token=self._draft_bytes_per_token,
             media=self._media_traits(),
+            argument_schemas=[plugin.schema for plugin in self._plugins],
         )
 
     def _media_traits(self) -> MediaTraits | None:
@@ -240,7 +262,7 @@ class ModelWorker:
             memory = PoolMemory.allocate(slots_offset(blocks_bytes) + slots_bytes, shared=False)
         if memory is not None:
             own_size = block_size // layers.config.shard.context_size
-            self._pool = make_kv_pool(layers.config, num_blocks, own_size, memory, layers.layout(block_size))
+            self._pool = make_kv_pool(layers.config, num_blocks, own_size, memory, self._layout(block_size))
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size, layers)
             if self._num_states:
@@ -248,9 +270,15 @@ class ModelWorker:
                 self._pool = replace(self._pool, regions=self._pool.regions + regions, num_slots=self._num_states)
         self._runner = self._make_runner(num_blocks, memory)
         if memory is None and self._config.kv.transports:
-            caches, layout = self._runner.kv_caches, layers.layout(block_size)
+            caches, layout = self._runner.kv_caches, self._layout(block_size)
             self._pool = self._platform.device_pool(caches, num_blocks, layout)
         self._runner.record_ahead()
+
+    def _layout(self, block_size: int) -> str:
+        """Return ``ModelInfo.kv_layout`` without what drafts: a plugin may lay keys and values out in its own way."""
+        layout = self._pool_layers.layout(block_size)
+        added = marks(self._config.plugins, "kv_layout") if self._plugged_backend is not None else ()
+        return "/".join((layout, *added))
 
     def _slots_at(self, num_blocks: int) -> int:
         """Return where the slots lie in the memory of a pool: behind its blocks."""
@@ -475,7 +503,9 @@ class ModelWorker:
         max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         num_groups = self._pool_layers.num_groups
         cross_blocks = -(-self._kv_config.cross_rows // block_size)
-        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, num_groups, num_blocks, cross_blocks)
+        batch = InputBatch(
+            max_num_seqs, self._max_model_len, block_size, num_groups, num_blocks, cross_blocks, self._plugins
+        )
         proposer = rejection = None
         if self._drafting is not None:
             records = not config.worker.enforce_eager
@@ -526,6 +556,8 @@ class ModelWorker:
         block_size = self._config.cache.block_size
         if model_config.shard.spreads_context:
             return ContextBackend(model_config, block_size, self._device, self._ranks.group)
+        if self._plugged_backend is not None:
+            return self._plugged_backend(model_config, block_size, self._device)
         backend = make_attention_backend(self._attention, model_config, block_size, self._device)
         if not model_config.cross_rows:
             return backend

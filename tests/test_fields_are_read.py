@@ -27,6 +27,8 @@ COMPARED = {"ModelPooling": {"text_rules"}}  # test_pooling.py sees such a check
 IN_ORDER = ("SamplingArrays", "EditArrays", "LogprobArrays", "FoundLogprobs")
 # Printed whole, as JSON or line by line, by `tokenloom models --template`.
 PRINTED = ("TemplateReport",)
+# Records that the code of plugins gets; the examples and tests of plugins read them.
+FOR_PLUGINS = ("QueuedRequest", "Offers", "PluginRow", "BatchUpdate", "VllmParams")
 # Only outside clients read these: they are the text of requests and answers over HTTP, and results of the library.
 FOR_CLIENTS = ("services/gateway/", "tokenloom/client/", "tokenloom/offline/", "tokenloom/cli/", "tokenloom/request/")
 
@@ -88,7 +90,7 @@ def unread(definition: Definition) -> list[str]:
 
 @cache
 def structs() -> list[Definition]:
-    found = (each for each in definitions() if each.fields and each.name not in IN_ORDER + PRINTED)
+    found = (each for each in definitions() if each.fields and each.name not in IN_ORDER + PRINTED + FOR_PLUGINS)
     return [each for each in found if not each.path.startswith(FOR_CLIENTS)]
 
 

@@ -10,7 +10,6 @@ import torch
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import (
-    AttentionBackendName,
     CacheConfig,
     Dtype,
     EngineConfig,
@@ -45,7 +44,7 @@ class DecodeOptions:
     dtype: Dtype = "auto"
     threads: int = 0
     """0: one for each core."""
-    attention_backend: AttentionBackendName = "auto"
+    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True)

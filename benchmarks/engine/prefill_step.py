@@ -11,7 +11,6 @@ import torch
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import (
-    AttentionBackendName,
     CacheConfig,
     Dtype,
     EngineConfig,
@@ -44,7 +43,7 @@ class PrefillOptions:
     dtype: Dtype = "auto"
     threads: int = 0
     """0: one for each core."""
-    attention_backend: AttentionBackendName = "auto"
+    attention_backend: str = "auto"
 
 
 def run_prefill(options: PrefillOptions) -> list[dict[str, Any]]:

@@ -6,11 +6,13 @@ derive from them (``services/runtime/host/options.py`` says how, and what ``extr
 filled in at start-up.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
+from tokenloom.process.plugins import check_named, plugged
+from tokenloom.request.reasoning import PARSERS, ReasoningMarks
 
 from .lora import LoraConfig as LoraConfig
 from .parallel_config import EplbConfig as EplbConfig
@@ -81,8 +83,10 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_de
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
-LoadFormat = Literal["auto", "dummy"]
-AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "reference"]
+LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "reference")
+DEVICES = ("auto", "cpu", "cuda", "xpu")
+TRANSPORTS = ("auto", "cuda", "shm", "nixl", "socket")
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
@@ -101,7 +105,10 @@ class WorkerConfig(Struct, frozen=True):
         Meta(extra={"renamed": {"cpu": "model"}}),
     ] = "model"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
+        str,
+        "Where the model computes; auto: on a GPU (cuda) if one is available; xpu: on a GPU of Intel, operation by "
+        "operation; or a plugin, as PACKAGE:NAME.",
+        Meta(extra=plugged("platforms", DEVICES)),
     ] = "auto"
     dtype: Annotated[
         Dtype,
@@ -120,8 +127,10 @@ class WorkerConfig(Struct, frozen=True):
         "asks for are built in, otherwise transformers.",
     ] = "auto"
     load_format: Annotated[
-        LoadFormat,
-        "auto: weights from files; dummy: random ones in the shapes of config.json, to measure a model without files.",
+        str,
+        "auto: weights from files; dummy: random ones in the shapes of config.json, to measure a model without files; "
+        "or a plugin that reads files of another format, as PACKAGE:NAME.",
+        Meta(extra=plugged("checkpoint_formats", LOAD_FORMATS)),
     ] = "auto"
     language_model_only: Annotated[
         bool,
@@ -139,9 +148,10 @@ class WorkerConfig(Struct, frozen=True):
         "use_activation; by default as the checkpoint says.",
     ] = None
     attention_backend: Annotated[
-        AttentionBackendName,
+        str,
         "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with Triton's "
-        "kernels, otherwise torch.",
+        "kernels, otherwise torch; or a plugin, as PACKAGE:NAME.",
+        Meta(extra=plugged("attention_backends", ATTENTION_BACKENDS)),
     ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,
@@ -262,10 +272,10 @@ class SchedulerConfig(Struct, frozen=True):
         bool, "Schedule the next step while one runs; of no use if the model computes on the CPU."
     ] = False
     policy: Annotated[
-        Literal["fcfs", "priority"],
+        str,
         "Which waiting request is scheduled first: fcfs: the earliest; priority: the one with the "
-        "lowest priority value.",
-        Meta(extra={"name": "scheduling_policy"}),
+        "lowest priority value; or a plugin, as PACKAGE:NAME.",
+        Meta(extra={"name": "scheduling_policy", **plugged("schedulers", ("fcfs", "priority"))}),
     ] = "fcfs"
     long_prefill_token_threshold: Annotated[
         Size, "Limit on the tokens of one prompt in a step, so that short prompts overtake; 0: no limit."
@@ -310,10 +320,10 @@ class KVConfig(Struct, frozen=True):
         Literal["both", "prefill", "decode"], "Which part of a request this engine computes: prefill, decode or both."
     ] = "both"
     transports: Annotated[
-        tuple[Literal["auto", "cuda", "shm", "nixl", "socket"], ...],
-        "Ways to read KV blocks of another engine, best first: auto, cuda, shm, nixl, socket; by default "
-        "auto for the roles prefill and decode, and none for both.",
-        Meta(extra={"name": "kv_transports"}),
+        tuple[str, ...],
+        "Ways to read KV blocks of another engine, best first: auto, cuda, shm, nixl, socket, or plugins, as "
+        "PACKAGE:NAME; by default auto for the roles prefill and decode, and none for both.",
+        Meta(extra={"name": "kv_transports", **plugged("kv_transports", TRANSPORTS)}),
     ] = ()
     socket_listen: Annotated[
         str,
@@ -358,9 +368,14 @@ class StructuredOutputConfig(Struct, frozen=True):
     """How outputs are made to follow a grammar."""
 
     backend: Annotated[
-        Literal["auto", "llguidance", "xgrammar"],
-        "Library that makes outputs follow a grammar; auto: llguidance.",
-        Meta(extra={"name": "structured_outputs_backend"}),
+        str,
+        "Library that makes outputs follow a grammar; auto: llguidance; or a plugin, as PACKAGE:NAME.",
+        Meta(
+            extra={
+                "name": "structured_outputs_backend",
+                **plugged("grammar_backends", ("auto", "llguidance", "xgrammar")),
+            }
+        ),
     ] = "auto"
     disable_any_whitespace: Annotated[
         bool, "Allow no blanks between the tokens of json and json_object, whatever a request asks for."
@@ -371,15 +386,17 @@ class StructuredOutputConfig(Struct, frozen=True):
     """SHA-256 of that file, so that a process that loads it later can verify that it has not changed."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence tokens of the checkpoint; empty: those that the tokenizer names."""
+    plugins: tuple[str, ...] = ()
+    """As in :class:`EngineConfig`."""
 
 
 class ReasoningConfig(Struct, frozen=True):
     """How the reasoning that a model writes before its answer is found by its tokens."""
 
     parser: Annotated[
-        ReasoningParserName,
-        "How the model writes reasoning; auto: as its chat template indicates.",
-        Meta(extra={"name": "reasoning_parser"}),
+        str,
+        "How the model writes reasoning; auto: as its chat template indicates; or a plugin, as PACKAGE:NAME.",
+        Meta(extra={"name": "reasoning_parser", **plugged("reasoning_formats", PARSERS)}),
     ] = "auto"
     enable_in_reasoning: Annotated[
         bool, "Apply the constraints of structured outputs to the reasoning too, instead of only to the answer."
@@ -421,10 +438,27 @@ class EngineConfig(Struct, frozen=True):
         Meta(extra={"name": "speculative_config"}),
     ] = None
     lora: LoraConfig = LoraConfig()
+    plugins: tuple[str, ...] = ()
+    """The packages whose plugins core and workers may load, as ``--plugins`` names them."""
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",
     ] = None
+
+    def check_plugins(self, plugins: Sequence[str]) -> None:
+        """Raise ``ValueError``, naming the setting, for a plugin of a package that is not among ``plugins``."""
+        check_named(
+            plugins,
+            scheduling_policy=self.scheduler.policy,
+            reasoning_parser=self.reasoning.parser,
+            device=self.worker.device,
+            attention_backend=self.worker.attention_backend,
+            load_format=self.worker.load_format,
+            distributed_executor_backend=self.parallel.distributed_executor_backend,
+            structured_outputs_backend=self.structured_output.backend if self.structured_output else "auto",
+        )
+        for name in self.kv.transports:
+            check_named(plugins, kv_transports=name)
 
     def check_core_place(self, *, has_waves: bool) -> None:
         """Raise ``ValueError``, naming the settings, for what a core in an actor of a Ray cluster does not do.

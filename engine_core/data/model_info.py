@@ -53,6 +53,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     draft_bytes_per_token: int = 0
     """What the layers of a draft model or head take of ``kv_bytes_per_token``. With groups every block has room for
     them, and those of full attention use it."""
+    argument_schemas: list[str] = []
+    """The JSON schemas of what logits processors of plugins read of a request's ``extra_args``."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from tokenloom.process.plugins import plugged
+
 _Steps = Annotated[int, Meta(ge=1)]
 
 
@@ -78,9 +80,11 @@ class ParallelConfig(Struct, frozen=True):
         "log_balancedness and move_bytes (docs/operate/scaling.md).",
     ] = None
     distributed_executor_backend: Annotated[
-        Literal["auto", "uni", "mp", "ray"],
+        str,
         "Where the workers run: uni: one in the core's process; mp: each in a process of its own on this machine; ray: "
-        "each in an actor on any machine of a Ray cluster; auto: uni for one worker, mp for several.",
+        "each in an actor on any machine of a Ray cluster; auto: uni for one worker, mp for several; or a plugin, as "
+        "PACKAGE:NAME.",
+        Meta(extra=plugged("executors", ("auto", "uni", "mp", "ray"))),
     ] = "auto"
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from tokenloom.process.plugins import load
+
 from ..data.config import EngineConfig
 from ..fake_workers.timed_worker import TimedWorker
 from .executor import Executor
@@ -19,6 +21,9 @@ def make_executor(
     Raises ``ValueError`` for a setting that does not work.
     """
     backend, world_size = config.parallel.distributed_executor_backend, config.parallel.world_size
+    if ":" in backend:
+        plugin: Executor = load("executors", backend, config.plugins)(config, make_worker, worker_command)
+        return plugin
     if backend == "auto":
         backend = "mp" if world_size > 1 else "uni"
     if backend == "mp":

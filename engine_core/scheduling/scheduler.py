@@ -1,6 +1,5 @@
 """Decides what each step computes: a token budget, spent so that every request catches up with its tokens."""
 
-import enum
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from .live_requests import LiveRequests
 from .media_rows import RowStore
 from .pooled_requests import PooledRequests
 from .remote_kv import RemoteKV
+from .request_order import make_order
 from .stats_recorder import StatsRecorder
 from .step_planner import PauseState, StepPlanner
 from .step_results import StepResults
@@ -34,15 +34,6 @@ _EXPIRED = "the request's time ran out before the engine could begin it"
 _NO_ADAPTER = "the request's LoRA adapter is not loaded on this engine"
 _GENERATES = ModelPooling()
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-
-
-class SchedulingPolicy(enum.StrEnum):
-    """Names the order in which requests run (names as in vLLM)."""
-
-    FCFS = "fcfs"
-    """First come, first served; preempted requests before all others."""
-    PRIORITY = "priority"
-    """The lowest ``priority`` first; among equals first come, first served."""
 
 
 class Scheduler:
@@ -82,12 +73,12 @@ class Scheduler:
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
         self.kv = make_kv_manager(kv_cache, cache, scheduler, self.kv_events, lends=bool(config.kv.transports))
         self.kv.pool.kept.now = clock
-        self._policy = SchedulingPolicy(scheduler.policy)
+        self._order = make_order(scheduler.policy, config.plugins)
         self.media = media
         self._states = self.kv.states
         self._hears = media is not None and media.cross_rows > 0  # each prompt has a sound beside it
         self._is_plain = media is None and self._states is None  # one test in place of several, twice in each step
-        self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY, media=media)
+        self._live = live = LiveRequests(by_priority=self._order.by_priority, media=media)
         self.requests, self.waiting, self.running = live.by_id, live.waiting, live.running
         self._remote = RemoteKV(connector, self.kv, config.kv.policy, clock) if connector is not None else None
         self._grammars = grammars
@@ -122,7 +113,7 @@ class Scheduler:
         moves_kv = self._remote is not None
         is_pooled = request.pooling_params is not None
         error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
-        error = error or _refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv)
+        error = error or _refusal(request, self.kv, self.max_model_len, moves_kv=moves_kv) or self._order.place(request)
         field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
         if error := error or (self._media_refusal(request) if message.media or self._hears else ""):
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
@@ -428,8 +419,6 @@ def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
             f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
             "a step could not serve every running request"
         )
-    if config.policy not in list(SchedulingPolicy):
-        raise ValueError(f"policy {config.policy!r} is unknown; use one of {', '.join(SchedulingPolicy)}")
     if config.long_prefill_token_threshold < 0:
         raise ValueError(
             f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; it must be positive, or 0 for no "
@@ -450,10 +439,8 @@ def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
         )
 
 
-def _refusal(request: Request, policy: SchedulingPolicy, kv: KVManager, max_model_len: int, *, moves_kv: bool) -> str:
+def _refusal(request: Request, kv: KVManager, max_model_len: int, *, moves_kv: bool) -> str:
     """Return why a request can never run; empty if it can."""
-    if request.priority and policy is not SchedulingPolicy.PRIORITY:
-        return f"priority is {request.priority}, but the engine's scheduling policy is {policy}"
     if request.kv.remote is not None and not moves_kv:
         return "this engine does not exchange KV with others"
     if not request.num_prompt_tokens:

@@ -20,6 +20,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from tokenloom.process.plugins import load_part
 from tokenloom.process.process_guard import is_stopped, wake_with_parent
 
 from ..data.config import StructuredOutputConfig
@@ -187,26 +188,27 @@ def make_backend(config: StructuredOutputConfig, vocab_size: int) -> StructuredO
             raise CompilerUnavailable("the engine's tokenizer file was changed after the engine started")
     except OSError:
         raise CompilerUnavailable("the engine's tokenizer file can no longer be read") from None
-    if config.backend == "xgrammar":
-        return _xgrammar(file, vocab_size, config)
-    from .llguidance_backend import LLGuidanceBackend  # loaded by the first request that needs it
-
     try:
-        return LLGuidanceBackend(
+        make = load_part("grammar_backends", config.backend, _BACKENDS, config.plugins)
+        backend: StructuredOutputBackend = make(
             file, vocab_size, config.eos_token_ids, disable_any_whitespace=config.disable_any_whitespace
         )
-    except ValueError as error:
-        raise GrammarError(f"this model's tokenizer is not supported: {error}") from None
-
-
-def _xgrammar(file: Path, vocab_size: int, config: StructuredOutputConfig) -> StructuredOutputBackend:
-    try:
-        from .xgrammar_backend import XGrammarBackend
     except ImportError as error:
         raise GrammarError(
-            f"the backend xgrammar is not installed ({error.name}); run: pip install 'tokenloom[xgrammar]'"
+            f"the backend {config.backend} is not installed ({error.name}); run: pip install "
+            f"'tokenloom[{config.backend}]'"
         ) from None
-    return XGrammarBackend(file, vocab_size, config.eos_token_ids, disable_any_whitespace=config.disable_any_whitespace)
+    except ValueError as error:
+        raise GrammarError(f"this model's tokenizer is not supported: {error}") from None
+    return backend
+
+
+_BACKENDS = {
+    "auto": "tokenloom.engine_core.structured_output.llguidance_backend:LLGuidanceBackend",
+    "llguidance": "tokenloom.engine_core.structured_output.llguidance_backend:LLGuidanceBackend",
+    "xgrammar": "tokenloom.engine_core.structured_output.xgrammar_backend:XGrammarBackend",
+}
+"""What is built in, by the name that an operator gives it; each is imported by the first request that needs it."""
 
 
 def main() -> None:

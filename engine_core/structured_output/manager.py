@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenloom.process.plugins import load
 from tokenloom.request.reasoning import Reasoning
 
 from ..data.config import ReasoningConfig, StructuredOutputConfig
@@ -78,7 +79,10 @@ class StructuredOutputManager:
     def __init__(
         self, config: StructuredOutputConfig, vocab_size: int, reasoning: ReasoningConfig = _NO_REASONING
     ) -> None:
-        """Raises ``ValueError`` if the model cannot sample the tokens that end its reasoning."""
+        """Raises ``ValueError`` if the model cannot sample the tokens that end its reasoning, and for a backend of a
+        plugin that cannot be loaded."""
+        if ":" in config.backend:
+            load("grammar_backends", config.backend, config.plugins)
         if reasoning.marks is not None and max(reasoning.marks.end) >= vocab_size:
             raise ValueError(
                 f"reasoning_parser: the end mark has the tokens {list(reasoning.marks.end)}, but the model has "

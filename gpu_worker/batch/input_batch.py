@@ -17,6 +17,7 @@ from ..attention.states import StatePlan
 from ..pooling.pooler import PooledPrompt, PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
+from ..sampler.host.plugged_processors import LogitsPlugin, PluggedRows
 from .batch_arrays import BlockTable, Gathered, RowChanges, StepArrays, StepRows, make_gatherer, make_kernel_sampler
 from .expected_tokens import UNKNOWN_TOKEN, Places
 from .media_rows import CrossRows, MediaRows
@@ -103,9 +104,11 @@ class InputBatch:
         num_groups: int = 1,
         num_blocks: int = 1 << 31,
         num_cross_blocks: int = 0,
+        plugins: Sequence[LogitsPlugin] = (),
     ) -> None:
         """``num_blocks``: those of the cache. ``num_cross_blocks``: those of a request for what stands beside its
-        prompt."""
+        prompt. ``plugins`` change logits of requests that ask for it."""
+        self._plugins = plugins
         self._num_cross_blocks = num_cross_blocks
         self.block_table = BlockTable(max_num_seqs, max_model_len, block_size, num_groups, num_blocks)
         # Zeroed memory is mapped when it is touched, so room for the longest request costs nothing until it is used.
@@ -127,7 +130,7 @@ class InputBatch:
 
     def clear(self) -> None:
         """Forget every request."""
-        self.logits_processors = make_logits_processors()
+        self.logits_processors = make_logits_processors([PluggedRows(plugin) for plugin in self._plugins])
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobRows()
         self.prompt_embeds = PromptEmbeds()

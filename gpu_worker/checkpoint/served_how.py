@@ -95,6 +95,11 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         _check_media(path, name, found, spreads_context=place_of(config.parallel).spreads_context)
     if worker.load_format == "dummy":
         check_dummy(path, found)
+    elif worker.load_format != "auto" and (is_gguf(path) or found.by != "built in"):
+        raise ValueError(
+            f"load_format {worker.load_format} reads weights for the built-in architectures of a directory with "
+            f"config.json; {path} is a GGUF file, an encoder, or transformers' modules compute it"
+        )
     if worker.runner != "generate":
         _check_sentence_files(path)
     elif not _generates(found):

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.gguf.gguf_file import gguf_parts, is_gguf
 
 from ..device.memory import forget_mapped, return_freed
@@ -358,16 +357,19 @@ def _open(path: Path, scheme: Scheme | None) -> WeightSource:
 FileStamps = tuple[tuple[str, int, int, int], ...]
 
 
-def file_stamps(path: Path, load_format: LoadFormat = "auto") -> FileStamps:
-    """Return (name, size, time of change, inode) of a checkpoint's configuration and weight files. Equal results mean
-    equal weights; the cache of fingerprints relies on it. Raises ``ValueError`` if a file is missing."""
+def file_stamps(path: Path, load_format: str = "auto") -> FileStamps:
+    """Return (name, size, time of change, inode) of a checkpoint's configuration and weight files, or, of a format that
+    a plugin reads, of all its files. Equal results mean equal weights; the cache of fingerprints relies on it. Raises
+    ``ValueError`` if a file is missing."""
     weights = weight_files(path) if load_format == "auto" and not is_gguf(path) else []
     files = gguf_parts(path) if is_gguf(path) else (path / "config.json", *weights)
+    if ":" in load_format:
+        files = tuple(sorted(file for file in path.iterdir() if file.is_file()))
     stats = [(file.name, file.stat()) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
-def check_unchanged(path: Path, stamps: FileStamps | None, load_format: LoadFormat = "auto") -> None:
+def check_unchanged(path: Path, stamps: FileStamps | None, load_format: str = "auto") -> None:
     """Raise ``ValueError`` if the checkpoint ``path`` may not be loaded again: its files have no longer the ``stamps``
     that they had when they were loaded, or ``stamps`` is None because the weights were dropped for good."""
     if stamps is None:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
+from tokenloom.process.plugins import load_part
 
 from . import nixl
-from .device_transport import DeviceTransport
-from .shared_memory import SharedMemoryTransport
 from .tcp_socket import TLS, SocketTransport
 
 NAMES = ("cuda", "shm", "nixl", "socket")
@@ -24,8 +23,9 @@ def make_transports(
     socket_listen: str = "",
     socket_advertise: str = "",
     tls: TLS | None = None,
+    plugins: Sequence[str] = (),
 ) -> list[KVTransport]:
-    """Make the named transports, in that order.
+    """Make the named transports, in that order; ``PACKAGE:NAME`` is a plugin of one of the packages ``plugins``.
 
     Args:
         names: Names out of :data:`NAMES`; ``auto`` stands for all that work on this machine, best first.
@@ -37,7 +37,7 @@ def make_transports(
     made: dict[str, KVTransport] = {}
     for name in expanded(names, on_host=on_host):
         if name not in made:
-            made[name] = _make(name, socket_listen, socket_advertise, tls)
+            made[name] = _make(name, (socket_listen, socket_advertise, tls), plugins)
     return list(made.values())
 
 
@@ -49,17 +49,23 @@ def expanded(names: Sequence[str], *, on_host: bool = True) -> list[str]:
     return [found for name in names for found in (working if name == "auto" else [name])]
 
 
-def _make(name: str, socket_listen: str, socket_advertise: str, tls: TLS | None) -> KVTransport:
-    if name == "shm":
-        return SharedMemoryTransport()
-    if name == "cuda":
-        return DeviceTransport()
+_HERE = "tokenloom.gpu_worker.kv_connector"
+_TRANSPORTS = {
+    "shm": f"{_HERE}.shared_memory:SharedMemoryTransport",
+    "cuda": f"{_HERE}.device_transport:DeviceTransport",
+    "nixl": f"{_HERE}.nixl:NixlTransport",
+}
+"""Those that are made without an argument, as those of plugins are."""
+
+
+def _make(name: str, sockets: tuple[str, str, TLS | None], plugins: Sequence[str]) -> KVTransport:
     if name == "socket":
-        return SocketTransport(socket_listen, socket_advertise, tls)
-    if name != "nixl":
+        return SocketTransport(*sockets)
+    if name not in _TRANSPORTS and ":" not in name:
         raise ValueError(f"a KV transport is one of auto, {', '.join(NAMES)}, not {name!r}")
     try:
-        return nixl.NixlTransport()
+        made: KVTransport = load_part("kv_transports", name, _TRANSPORTS, plugins)()
+        return made
     except ImportError as error:
         raise ValueError(
             f"the KV transport nixl needs the nixl package (pip install 'tokenloom[nixl]'): {error}"

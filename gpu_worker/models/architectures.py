@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
-from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.process.fall_backs import OF_PROCESS
+from tokenloom.process.plugins import load
 
 from ..checkpoint.directory_source import DummySource
 from ..checkpoint.files.config_reader import UnsupportedError
@@ -19,7 +19,7 @@ from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.quantization.entries import Fp8
 from ..checkpoint.served_how import ServedHow, check_dummy, choose
-from ..checkpoint.weights import Adapt, Checkpoint
+from ..checkpoint.weights import Adapt, Checkpoint, WeightSource
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
 from ..layers.linear import report_share
@@ -49,13 +49,14 @@ def load_model(
     max_model_len: int | None = None,
     adapt: Adapt | None = None,
     ranks: Ranks = ONLY_RANK,
-    load_format: LoadFormat = "auto",
+    load_format: str = "auto",
+    plugins: Sequence[str] = (),
 ) -> LanguageModel:
     """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
     are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
-    options, and so are ``max_model_len`` and ``load_format``. ``adapt`` as in :class:`Checkpoint`. Raises
+    options, and so are ``max_model_len``, ``load_format`` and ``plugins``. ``adapt`` as in :class:`Checkpoint`. Raises
     ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
@@ -73,9 +74,7 @@ def load_model(
     if config.shard.spreads_context:
         states = None if ops is None or config.states is None else ops.states
         ops = TorchOps(config.num_kv_heads, states)  # the kernels write keys and values where they rotate them
-    source = None
-    if load_format == "dummy":
-        source = DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
+    source = find_source(path, config, device, load_format, plugins)
     stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
@@ -90,6 +89,18 @@ def load_model(
     if quantization is not None and device.type != "meta":
         report_share(checkpoint.rounded, quantization)
     return model
+
+
+def find_source(
+    path: Path, config: ModelConfig, device: torch.device, load_format: str, plugins: Sequence[str]
+) -> WeightSource | None:
+    """Return what has the tensors of a checkpoint; None: its files, in the formats that are built in."""
+    if load_format == "dummy":
+        return DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
+    if ":" in load_format:
+        source: WeightSource = load("checkpoint_formats", load_format, plugins)(path)
+        return source
+    return None
 
 
 def _kernels(config: ModelConfig) -> list[Variant]:
@@ -158,7 +169,8 @@ class ModelLoader:
     max_model_len: int | None = None
     adapt: Adapt | None = None
     ranks: Ranks = ONLY_RANK
-    load_format: LoadFormat = "auto"
+    load_format: str = "auto"
+    plugins: Sequence[str] = ()
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -185,6 +197,7 @@ class ModelLoader:
             self.adapt,
             self.ranks,
             self.load_format,
+            self.plugins,
         )
 
     def _by_transformers(self, path: Path) -> bool:
@@ -196,21 +209,32 @@ class ModelLoader:
             _transformers(path).check_checkpoint(path, read_dtype(path, self.dtype))
         else:
             meta = torch.device("meta")
-            load_model(path, self.dtype, meta, quantization=self.quantization, load_format=self.load_format)
+            load_model(
+                path,
+                self.dtype,
+                meta,
+                quantization=self.quantization,
+                load_format=self.load_format,
+                plugins=self.plugins,
+            )
+
+    def source(self, path: Path, config: ModelConfig, device: torch.device) -> WeightSource | None:
+        """Return what has the tensors of a checkpoint, as :func:`find_source`."""
+        return find_source(path, config, device, self.load_format, self.plugins)
 
     def replace_weights(self, model: LanguageModel, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
         config = model.config
         device = self.device or torch.device("cpu")
-        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks) as checkpoint:
+        source = self.source(path, config, device)
+        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks, source) as checkpoint:
             model.load_weights(checkpoint)
 
     def relocate_experts(self, model: LanguageModel, path: Path, held: Sequence[Mapping[int, MLP]]) -> None:
         """Load the experts of a checkpoint that ``model`` lacks in the places that it has now, as
         :func:`.decoder.relocate_experts`."""
-        config, source = model.config, None
+        config = model.config
         device = self.device or torch.device("cpu")
-        if self.load_format == "dummy":
-            source = DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
+        source = self.source(path, config, device)
         with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks, source) as checkpoint:
             relocate_experts(model, checkpoint, held)

@@ -223,6 +223,69 @@ class CUDAPlatform:
         return torch.cuda.memory_reserved(self.device)
 
 
+class XPUPlatform:
+    """Fulfils :class:`Platform` for one GPU of Intel, by PyTorch's own operations one after the other: the host draws,
+    and nothing is captured. Nobody has run it on such a GPU; the tests take a fake one."""
+
+    pool_is_on_host = False
+    cpu_watch: None = None
+    computes_fp8 = False
+
+    def __init__(self, memory_share: float, rank: int = 0, device: torch.device | None = None) -> None:
+        """``memory_share``: of the device's memory, for weights, activations and KV of all engines together. ``rank``
+        of several workers: each has a GPU of its own. ``device``: None for that GPU.
+
+        Raises ``ValueError`` if this PyTorch finds no such GPU.
+        """
+        if not torch.xpu.is_available():
+            raise ValueError(f"device xpu: this PyTorch ({torch.__version__}) finds no GPU of Intel")
+        self.device = device or torch.device("xpu", rank % torch.xpu.device_count())
+        self._memory_share = memory_share
+
+    def start(self, num_threads: int, num_engines: int) -> None:
+        torch.xpu.set_device(self.device)
+        if num_threads:
+            torch.set_num_threads(num_threads)
+
+    def peak_of(self, call: Callable[[], None]) -> int:
+        before = torch.xpu.memory_allocated(self.device)
+        torch.xpu.reset_peak_memory_stats(self.device)
+        call()
+        torch.xpu.synchronize(self.device)
+        peak = torch.xpu.max_memory_allocated(self.device)
+        self.return_freed()
+        return max(0, peak - before)
+
+    def make_sampler(self) -> None:
+        return None
+
+    def make_step_tools(self) -> None:
+        return None
+
+    def make_capture(self) -> None:
+        return None
+
+    def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
+        raise ValueError("kv_transports: KV on xpu does not move between engines: leave the option out")
+
+    @property
+    def hardware(self) -> str:
+        name: str = torch.xpu.get_device_name(self.device)
+        return name.replace("/", "-").replace(" ", "-")
+
+    def kv_memory(self, activations: int, num_engines: int) -> int:
+        free, total = torch.xpu.mem_get_info(self.device)
+        own = torch.xpu.memory_reserved(self.device)
+        return kv_share(free, total, int(self._memory_share * total), activations, num_engines, own)
+
+    def return_freed(self) -> None:
+        gc.collect()
+        torch.xpu.empty_cache()
+
+    def bytes_in_use(self) -> int:
+        return torch.xpu.memory_reserved(self.device)
+
+
 def kv_share(free: int, total: int, usable: int, activations: int, num_engines: int = 1, own: int = 0) -> int:
     """Return the KV memory of an engine, next to a step's ``activations``, in bytes.
 

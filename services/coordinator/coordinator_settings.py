@@ -1,13 +1,14 @@
 """Options of the coordinator."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from tokenloom.process.plugins import check_named, plugged
 from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import OptionalAddress, ServiceSettings
 
-from .engines.defaults import PD_THRESHOLD, PLACEMENT, PREFIX_INDEX_MIB, SETTLE_SECONDS
+from .engines.defaults import PD_THRESHOLD, PLACEMENT, PLACEMENTS, PREFIX_INDEX_MIB, SETTLE_SECONDS
 
 MAX_CONNECTIONS = 8192
 """Of each engine two, and one of each output processor, gateway and tokenizer: three times those of a cell."""
@@ -32,10 +33,10 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
         "computed by a prefill engine.",
     ] = PD_THRESHOLD
     placement: Annotated[
-        Literal["score", "cost"],
+        Annotated[str, Meta(extra=plugged("placement_rules", PLACEMENTS))],
         "How engines are compared. score: waiting * 4 + running, less 4 times the share of the prompt that is cached "
         "there; cost: the seconds that a request is expected to cost there: uncached prompt tokens ahead of it and its "
-        "own at the engine's rate, and its share of the batch.",
+        "own at the engine's rate, and its share of the batch; or a plugin, as PACKAGE:NAME.",
     ] = PLACEMENT
     sessions: Annotated[
         bool, "Send the turns of a session to the engine that has its KV, and let engines keep that for its next turn."
@@ -56,6 +57,10 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1 << 20)],
         "Memory, in MiB, for which prefixes the engines have in their caches; a small mesh needs less and takes less.",
     ] = PREFIX_INDEX_MIB
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_named(self.plugins, placement=self.placement)
 
     @property
     def grpc_limits(self) -> GrpcLimits:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from prometheus_client import Gauge
 
+from tokenloom.process.plugins import load
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.placement.rules import RULES
+from tokenloom.services.runtime.placement.rules import RULES, Rule, plugged_rule
 from tokenloom.services.runtime.registry.registry_view import watch_registry
 from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -125,7 +126,7 @@ class CoordinatorService:
             clock,
             policy=Policy(
                 pd_threshold=self._settings.pd_threshold,
-                rule=RULES[self._settings.placement],
+                rule=_rule(self._settings, host),
                 has_sessions=self._settings.sessions,
             ),
             settle_seconds=self._settings.settle_seconds,
@@ -162,6 +163,17 @@ class CoordinatorService:
             self.servicer.close()
         if self._lease is not None:
             await self._lease.release()
+
+
+def _rule(settings: CoordinatorSettings, host: Host) -> Rule:
+    """Return the rule that the settings name. Raises ``InvalidArgument`` for a plugin that cannot be loaded."""
+    if (rule := RULES.get(settings.placement)) is not None:
+        return rule
+    try:
+        costs = load("placement_rules", settings.placement, settings.plugins)
+    except ValueError as error:
+        raise InvalidArgument(f"placement: {error}", "placement") from error
+    return plugged_rule(costs, lambda reason: host.fall_backs.add("failed_plugin", f"{settings.placement}: {reason}"))
 
 
 def _lease(settings: CoordinatorSettings, host: Host) -> LeaderLease | None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
+from tokenloom.process.plugins import load
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.addresses import parse
 from tokenloom.services.runtime.host.host import Host
@@ -56,7 +58,7 @@ from .serving.served_mesh import MeshMetrics, ServedMesh, connect
 from .serving.served_meshes import PartGauges, ServedMeshes
 from .settings.gateway_settings import NUM_EDGES, GatewaySettings
 from .settings.mesh_spec import MeshSpec, mesh_specs
-from .tenants.api_keys import ApiKeys, admit_calls
+from .tenants.api_keys import ApiKeys, PluggedKeys, admit_calls
 from .tenants.tenant import MAX_SESSIONS, CacheSalts, gateway_limits
 from .tenants.tenant_shares import TenantMetrics, TenantShares
 
@@ -167,9 +169,23 @@ class GatewayService:
 
 def _load_keys(settings: GatewaySettings, host: Host) -> ApiKeys:
     salts = CacheSalts.load(settings.cache_salt_secret, settings.cache_salt_secret_file)
-    if salts is None and (settings.api_key or settings.api_key_file):
+    if salts is None and (settings.api_key or settings.api_key_file or settings.authentication):
         salts = CacheSalts.draw()  # here, because keys that are read again must not begin with empty caches
-    return _followed(host, settings.api_key_file, lambda: ApiKeys.load(settings.api_key, settings.api_key_file, salts))
+    plugin = None
+    if settings.authentication:
+        assert salts is not None, "drawn above"
+        plugin = PluggedKeys(settings.authentication, _plugged_keys(settings), salts)
+    file = settings.api_key_file
+    return _followed(host, file, lambda: ApiKeys.load(settings.api_key, file, salts, plugin))
+
+
+def _plugged_keys(settings: GatewaySettings) -> Callable[[str], str | None]:
+    """Return the function of the plugin. Raises ``InvalidArgument`` for one that cannot be loaded."""
+    try:
+        find: Callable[[str], str | None] = load("authentication", settings.authentication, settings.plugins)
+    except ValueError as error:
+        raise InvalidArgument(f"authentication: {error}", "authentication") from error
+    return find
 
 
 def _followed(host: Host, file: Path | None, load: Callable[[], ApiKeys]) -> ApiKeys:
@@ -183,7 +199,7 @@ def _followed(host: Host, file: Path | None, load: Callable[[], ApiKeys]) -> Api
 def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
     """Return the tenants' shares of what this gateway may do at the same time."""
     loop = asyncio.get_running_loop()
-    max_live, is_shared = settings.max_live_requests, keys.num_tenants > 1
+    max_live, is_shared = settings.max_live_requests, keys.are_shared
     limits = gateway_limits(
         settings.tenant_limits,
         is_shared=is_shared,

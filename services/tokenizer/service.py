@@ -113,7 +113,7 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
     path = resolve(settings.model, weights=False)
     info, tokenizer = CheckpointInfo.load(path), load_tokenizer(path)
     if settings.chat_template:
-        info = replace(info, chat_template=read_chat_template(settings.chat_template))
+        info = replace(info, chat_template=read_chat_template(settings.chat_template, settings.plugins))
     name = settings.served_model_name or served_name(path, settings.model)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     answer = GetTokenizerInfoResponse(

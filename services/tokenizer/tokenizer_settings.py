@@ -5,7 +5,8 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
-from tokenloom.request.chat_template import check_chat_template
+from tokenloom.process.plugins import check_named
+from tokenloom.request.chat_template import check_chat_template, names_plugin
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 _Workers = Annotated[int, Meta(ge=1, le=64)]
@@ -39,3 +40,8 @@ class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
     render_timeout: Annotated[
         Annotated[float, Meta(gt=0, le=60)], "Seconds of processor time that rendering a conversation may take."
     ] = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if names_plugin(self.chat_template):
+            check_named(self.plugins, chat_template=self.chat_template)

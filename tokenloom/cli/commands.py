@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +16,8 @@ from tokenloom.process.uncollected_imports import uncollected_imports
 
 from .command import Command, CommandGroup, help_page, usage_errors, with_default
 
+_PLUGINS = "Plugins"
+"""The panel of the commands of plugins."""
 Places = Mapping[str, tuple[str, ...]]
 """Modules by the panel of the help that shows them. A module's last name is that of its function or ``Typer``, unless
 it is given: ``module:function``."""
@@ -24,7 +26,10 @@ it is given: ``module:function``."""
 class LazyCommands(MutableMapping[str, Any]):
     """Holds commands by name; looking one up imports its module."""
 
-    def __init__(self, package: str, places: Places) -> None:
+    def __init__(self, package: str, places: Places, plugins: Callable[[], Mapping[str, str]] = dict) -> None:
+        """``plugins`` returns the places, as ``module:function``, of the commands of plugins, by name. It is asked for
+        a name that is not built in, and for all names. Raises ``ValueError``."""
+        self._plugins = plugins
         self._places = {
             _member(module).replace("_", "-"): (f"{package}.{module}", panel)
             for panel, modules in places.items()
@@ -34,7 +39,7 @@ class LazyCommands(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._built:
-            place, panel = self._places[name]
+            place, panel = self._places[name] if name in self._places else (self._plugged()[name], _PLUGINS)
             # Imported when it is used. `tokenloom --help` imported every command and took 1.2 s of CPU; with the texts
             # read from the source it takes 0.1.
             with uncollected_imports():
@@ -49,27 +54,39 @@ class LazyCommands(MutableMapping[str, Any]):
         raise TypeError("the commands of the group are fixed")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter([*self._places, *self._plugged()])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._places or name in self._plugged()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(list(iter(self)))
 
     def summaries(self) -> Iterator[TyperCommand]:
         """Yield commands with nothing but their help texts, which are read without importing their modules."""
-        for name, (place, panel) in self._places.items():
+        plugged = {name: (place, _PLUGINS) for name, place in self._plugged().items()}
+        for name, (place, panel) in (self._places | plugged).items():
             yield TyperCommand(name, help=_summary(place), rich_help_panel=panel)
 
+    def _plugged(self) -> Mapping[str, str]:
+        """Return the commands of plugins. Raises ``typer.BadParameter`` for a package that is not there, and for a name
+        that is built in."""
+        try:
+            found = self._plugins()
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--plugins") from None
+        if taken := sorted(found.keys() & self._places.keys()):
+            raise typer.BadParameter(f"the command {taken[0]} of a plugin is built in", param_hint="--plugins")
+        return found
 
-def lazy_group(package: str, places: Places) -> type[TyperGroup]:
-    """Return a group whose commands are in these modules of a package."""
+
+def lazy_group(package: str, places: Places, plugins: Callable[[], Mapping[str, str]] = dict) -> type[TyperGroup]:
+    """Return a group whose commands are in these modules of a package, and those of ``plugins``."""
 
     class LazyGroup(TyperGroup):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            self.commands: Any = LazyCommands(package, places)
+            self.commands: Any = LazyCommands(package, places, plugins)
 
         def list_commands(self, ctx: Any) -> list[str]:
             return list(self.commands)

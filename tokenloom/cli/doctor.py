@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom.preflight.findings import Finding, examine_certificates, examine_engine, examine_host
+from tokenloom.preflight.findings import Finding, examine_certificates, examine_engine, examine_host, examine_plugins
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
 from tokenloom.supervisor.state_dir import StateDirError, read_part_state, root, running_meshes
 
@@ -44,6 +44,7 @@ def _findings(host: str, port: int, certs: Path) -> Iterator[Finding]:
         yield from _fall_backs()
     yield from examine_engine()
     yield from examine_certificates(certs)
+    yield from examine_plugins()
 
 
 def _fall_backs() -> Iterator[Finding]:

@@ -34,11 +34,26 @@ _GROUPS = {
     "Install": ("build_kernels", "completion"),
 }
 
+_named: list[str] = []
+"""The packages of ``tokenloom --plugins``."""
+
+
+def _plugged_commands() -> dict[str, str]:
+    """Return the places of the commands of the packages that flag or variable name. Raises ``ValueError``."""
+    from_variable = [] if _named else os.environ.get("TOKENLOOM_PLUGINS", "").split(",")
+    if not (names := [name.strip() for name in (*_named, *from_variable) if name.strip()]):
+        return {}
+    from tokenloom.process.plugins import check_plugins, commands_of, used_by
+
+    # The variable names the packages of parts of a mesh too, which bring no commands.
+    return commands_of(check_plugins(_named or used_by(names, "cli"), "cli"))
+
+
 COMPLETION_VARIABLE = "_TOKENLOOM_COMPLETE"
 """Set by the scripts of ``tokenloom completion`` when a shell asks; only then typer prepares the answers."""
 
 app = typer.Typer(
-    cls=lazy_group(__package__, _GROUPS),
+    cls=lazy_group(__package__, _GROUPS, _plugged_commands),
     help="Serve large language models as a mesh of small gRPC services.",
     epilog="Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.",
     no_args_is_help=True,
@@ -56,11 +71,31 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _name_plugins(value: str) -> str:
+    """Note the packages whose commands are offered. Raises ``typer.BadParameter`` for one that brings none."""
+    from tokenloom.process.plugins import check_plugins
+
+    try:
+        _named[:] = check_plugins([name.strip() for name in value.split(",")], "cli")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return value
+
+
 @app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    plugins: Annotated[
+        str | None,
+        typer.Option(
+            parser=_name_plugins,  # without one, typer imports pydantic at every start
+            is_eager=True,
+            metavar="LIST",
+            help="Installed packages whose commands to offer, separated by commas.",
+        ),
+    ] = None,
 ) -> None:
     """Handle options that stand before a command."""
 

@@ -203,13 +203,14 @@ def dummy_fingerprint(path: Path) -> bytes:
     return hashlib.sha256(b"dummy weights" + (path / "config.json").read_bytes()).digest()
 
 
-def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
-    """Return the SHA-256 of config.json and all weight files, or of all GGUF files.
+def weights_fingerprint(path: Path, cache_dir: Path | None = None, *, every_file: bool = False) -> bytes:
+    """Return the SHA-256 of config.json and all weight files, of all GGUF files, or of ``every_file`` of a directory.
 
     It is cached under ``cache_dir`` (default :func:`.cache_directory`) by the files' stamps, because reading a large
     model is slow.
     """
-    return cached_digest(_weight_files(path), (cache_dir or cache_directory()) / "weights")
+    files = sorted(file for file in path.iterdir() if file.is_file()) if every_file else _weight_files(path)
+    return cached_digest(files, (cache_dir or cache_directory()) / "weights")
 
 
 def weights_stamps(path: Path) -> list[Stamp]:

@@ -1,11 +1,14 @@
 """What an engine in a program is made of: the arguments of ``LLM``, with the engine's options as keywords."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from tokenloom.engine_core.data.config import EngineConfig, StructuredOutputConfig
+from tokenloom.process.plugins import check_plugins
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.foreign_flags import answer_argument, is_foreign_argument
 from tokenloom.services.runtime.host.options import UnknownOption, build, options_of
@@ -54,7 +57,8 @@ class EngineArgs:
         if interval is not None and not interval > 0:
             raise ValueError(f"log_stats_interval must be more than 0 seconds, not {interval!r}")
         self.log_stats_interval = LOG_STATS_SECONDS if interval is None else float(interval)
-        self.config = engine_config(engine)
+        plugins = _take(engine, "plugins", str, list, tuple)
+        self.config = engine_config(engine, plugins or ())
 
     def by_default(self, *, engine_process: bool | None = None, disable_log_stats: bool | None = None) -> "EngineArgs":
         """Return the same arguments with these in place of what is not given."""
@@ -72,8 +76,9 @@ def _take(options: dict[str, Any], name: str, *types: type[T]) -> T | None:
     return value
 
 
-def engine_config(keywords: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration with these options; None stands for the default.
+def engine_config(keywords: Mapping[str, Any], plugins: str | Sequence[str] = ()) -> EngineConfig:
+    """Return the configuration with these options; None stands for the default. ``plugins``: packages, as
+    ``--plugins`` names them.
 
     Raises ``TypeError`` for an unknown keyword, with similar names or with what vLLM's of this name is here, and
     ``ValueError`` that names a wrong value.
@@ -85,7 +90,7 @@ def engine_config(keywords: Mapping[str, Any]) -> EngineConfig:
             continue
         if name in own or not is_foreign_argument(name):
             values[name] = value
-        elif answer := answer_argument(name, value, own):
+        elif answer := answer_argument(name, value, [*own, "plugins"]):
             raise TypeError(f"LLM() has no keyword argument {answer}")
     if "dtype" in values:
         values["dtype"] = _dtype_name(values["dtype"])
@@ -93,6 +98,9 @@ def engine_config(keywords: Mapping[str, Any]) -> EngineConfig:
         config = build(DEFAULTS, values, strict=True)
     except UnknownOption as error:
         raise TypeError(f"LLM() has no keyword argument {error}") from None
+    names = check_plugins(plugins.split(",") if isinstance(plugins, str) else plugins, "engine")
+    config.check_plugins(names)
+    config = replace(config, plugins=names)
     if config.parallel.group_id:
         raise ValueError("data_parallel_size: LLM runs one engine; serve a group with `tokenloom serve`")
     if config.parallel.data_parallel_backend == "ray":

@@ -76,6 +76,8 @@ class LLM:
                 and if that process ends, this one goes on. Calls then raise ``EngineDeadError``, and so do later ones:
                 make another ``LLM``. Programs that use it need no guard around their calls.
                 ``disable_log_stats=False`` logs a line of statistics every ``log_stats_interval`` seconds.
+                ``plugins=["PACKAGE"]`` names installed packages whose plugins it may load; without it no code of others
+                runs.
         """
         args = EngineArgs(
             model,

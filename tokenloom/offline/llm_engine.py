@@ -72,7 +72,9 @@ class LLMEngine:
         """
         with as_value_error():
             path = resolve(str(args.model))
-            template = None if args.chat_template is None else read_chat_template(str(args.chat_template))
+            template = (
+                None if args.chat_template is None else read_chat_template(str(args.chat_template), args.config.plugins)
+            )
             info = CheckpointInfo.load(path)
             own = path if args.tokenizer is None else resolve(str(args.tokenizer), weights=False)
             self.tokenizer: Tokenizer = load_tokenizer(own)
@@ -100,9 +102,10 @@ class LLMEngine:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
             experts_per_token=ready.experts_per_token,
-            priorities=config.scheduler.policy == "priority",
+            priorities=config.scheduler.policy != "fcfs",
             hidden_size=ready.hidden_size if args.enable_prompt_embeds else 0,
             reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
+            argument_schemas=ready.argument_schemas,
             **pooling_limits(ready.pooling),
             **media_limits(ready, config.scheduler),
         )

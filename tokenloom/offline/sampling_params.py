@@ -1,7 +1,6 @@
 """Defines the sampling parameters of the offline API, with vLLM's names and defaults."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -20,7 +19,6 @@ class SamplingParams(GenerationFields, kw_only=True):
     output_kind: Annotated[RequestOutputKind, Meta(description="What the outputs of LLM.stream hold.")] = (
         RequestOutputKind.CUMULATIVE
     )
-    extra_args: Annotated[Mapping[str, Any] | None, Meta(description="Not supported yet.")] = None
 
     def __post_init__(self) -> None:
         try:
@@ -49,5 +47,3 @@ class SamplingParams(GenerationFields, kw_only=True):
         self.n, self.stream_interval = narrow("n", self.n), narrow("stream_interval", self.stream_interval)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidArgument(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", "output_kind")
-        if self.extra_args not in (None, {}):
-            raise InvalidArgument("extra_args is not supported yet", "extra_args")

@@ -18,6 +18,7 @@ from typing import Literal
 
 from tokenloom.gpu_worker.kernels.levels import available_levels
 from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, FOLDER, library_name, variants
+from tokenloom.process.plugins import find_package, installed_packages
 from tokenloom.services.runtime.host.limits import NEEDED
 
 from .host import check_encoder_packages, check_engine_packages, check_run_directory, platform_note
@@ -201,6 +202,15 @@ def _compiler_failure() -> str:
 
 
 _SOON = datetime.timedelta(days=7)
+
+
+def examine_plugins() -> Iterator[Finding]:
+    """Yield a finding for each installed package with plugins, none of which is imported."""
+    for name in installed_packages():
+        try:
+            yield Finding("ok", "plugins", f"{find_package(name)}: loaded only where --plugins names {name}")
+        except ValueError as error:
+            yield Finding("warn", "plugins", f"{error}: --plugins refuses it")
 
 
 def examine_certificates(folder: Path, now: datetime.datetime | None = None) -> Iterator[Finding]:

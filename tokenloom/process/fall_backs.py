@@ -20,6 +20,7 @@ KINDS: Final[Mapping[str, str]] = {
     "no_pair": "No serving engine of the other role can read or send this engine's KV blocks: nothing is handed over.",
     "missing_role": "No engine of a role serves: every request stays on one engine.",
     "unreached": "No request that was placed on an engine has arrived there: output processors cannot reach it.",
+    "failed_plugin": "A placement rule or a scheduler of a plugin fails: what is built in decides in its place.",
     "unfollowed_cache": "The events of an engine's prefix cache are of no use: only the coordinator's picks are known.",
     # Seen by output processors.
     "last_snapshot": "The coordinator does not answer: requests are placed by its last snapshot.",

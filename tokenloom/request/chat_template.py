@@ -1,10 +1,13 @@
 """Reads a chat template that a user names, a file or Jinja itself, and what templates take as arguments of calls."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from tokenloom.process.plugins import check_choice, load
 
 from .errors import InvalidArgument
 
@@ -14,11 +17,12 @@ MAX_TEMPLATE_BYTES = 1 << 20
 _OF_JINJA = "{}\n"
 
 
-def read_chat_template(given: str) -> str:
+def read_chat_template(given: str, plugins: Sequence[str] = ()) -> str:
     """Return the template's text.
 
-    ``given``: the path of a file, or the template itself, which contains a brace or a line break as in vLLM. A file
-    of that name takes precedence. Raises ``InvalidArgument`` for a file that cannot be read.
+    ``given``: the path of a file, or the template itself, which contains a brace or a line break as in vLLM, or a
+    plugin of one of the packages ``plugins``, as ``PACKAGE:NAME``. A file of that name takes precedence. Raises
+    ``InvalidArgument`` for a file or a plugin that cannot be read.
     """
     path = Path(os.path.expanduser(given))
     try:
@@ -28,6 +32,8 @@ def read_chat_template(given: str) -> str:
         pass
     if any(char in given for char in _OF_JINJA):
         return given
+    if ":" in given:
+        return _plugged(given, plugins)
     raise InvalidArgument(
         f"chat template: no such file: {given!r}; name a file, or give a template, which contains {{{{ or {{%", FIELD
     )
@@ -53,10 +59,27 @@ def check_chat_template(given: str) -> str:
     """Return ``given``, or raise ``ValueError`` if no template can be read there."""
     if given:
         try:
+            if names_plugin(given):
+                return check_choice("chat_templates", (), given)
             read_chat_template(given)
         except InvalidArgument as error:
             raise ValueError(error.message.removeprefix("chat template: ")) from None
     return given
+
+
+def names_plugin(given: str) -> bool:
+    """Return whether this is the name of a plugin, and neither a template nor a file."""
+    return ":" in given and not any(char in given for char in _OF_JINJA) and not os.path.exists(given)
+
+
+def _plugged(named: str, plugins: Sequence[str]) -> str:
+    try:
+        text = load("chat_templates", named, plugins)
+        if not isinstance(text, str) or len(text.encode()) > MAX_TEMPLATE_BYTES:
+            raise ValueError(f"the plugin {named} (chat_templates) is no text of at most {MAX_TEMPLATE_BYTES} bytes")
+    except ValueError as error:
+        raise InvalidArgument(f"chat template: {error}", FIELD) from None
+    return text
 
 
 def _read(path: Path) -> str:

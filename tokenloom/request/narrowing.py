@@ -4,6 +4,7 @@ None means unset. A wrong type, or a number that the wire cannot carry, raises `
 whether a number is in its range is checked by :mod:`.validation`.
 """
 
+import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 from msgspec import inspect
 
+from tokenloom.process.plugins import MAX_ARGUMENT_BYTES
 from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
@@ -130,6 +132,19 @@ def check_bias_count(num_biases: int, name: str = "logit_bias") -> None:
         raise InvalidArgument(f"{name} may hold at most {MAX_LOGIT_BIASES} tokens, not {num_biases}", name)
 
 
+def _narrow_extra_args(name: str, value: object) -> str | None:
+    """Return the arguments as JSON; whether a plugin declares them is checked later. None: there are none."""
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{name} must be an object of names and values, not {_kind(value)}", name)
+    try:
+        text = json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidArgument(f"{name} must hold what JSON can: numbers, texts, lists and objects", name) from None
+    if len(text) > MAX_ARGUMENT_BYTES:
+        raise InvalidArgument(f"{name} has {len(text)} bytes as JSON; at most {MAX_ARGUMENT_BYTES} are allowed", name)
+    return text if value else None
+
+
 def _narrow_repetition_detection(name: str, value: object) -> types_pb2.RepetitionDetection | None:
     """As in vLLM, a largest size of 0 turns it off, and a smallest of 0 means 1."""
     sizes = RepetitionDetectionParams.__struct_fields__
@@ -200,6 +215,7 @@ _OWN_RULES: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _narrow_logprobs,
     "prompt_logprobs": _narrow_logprobs,
     "repetition_detection": _narrow_repetition_detection,
+    "extra_args": _narrow_extra_args,
     "structured_outputs": lambda name, value: narrow_structured_outputs(value, name),
 }
 _NARROW = {name: _OWN_RULES.get(name) or _narrower(row) for name, row in rows(GenerationFields)}

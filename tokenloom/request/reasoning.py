@@ -7,14 +7,14 @@ after a preemption, a hand-over or a retry the same tokens give the same state.
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from enum import Enum, IntEnum, auto
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-ReasoningParserName = Literal[
-    "auto", "none", "cohere_command", "deepseek_r1", "gemma4", "mistral", "openai_gptoss", "qwen3", "seed_oss"
-]
-"""Values of ``--reasoning-parser``."""
+from tokenloom.process.plugins import load
+
+PARSERS = ("auto", "none", "cohere_command", "deepseek_r1", "gemma4", "mistral", "openai_gptoss", "qwen3", "seed_oss")
+"""Values of ``--reasoning-parser`` that name what is built in."""
 THINK_START, THINK_END = "<think>", "</think>"
 MAX_BLANK_TOKENS = 2
 """Tokens of line breaks that a chat template writes after reasoning that it has closed."""
@@ -84,12 +84,30 @@ def format_of_template(template: str) -> str:
     return "qwen3" if THINK_END in template or THINK_START in template else ""
 
 
-def reasoning_format(parser: str, of_template: str) -> ReasoningFormat | None:
+def reasoning_format(parser: str, of_template: str, plugins: Sequence[str] = ()) -> ReasoningFormat | None:
     """Return the format that ``parser`` names; ``auto`` is the one of the chat template. None: no reasoning is known.
 
-    An unknown name, as of a newer tokenizer, counts as none.
+    An unknown name, as of a newer tokenizer, counts as none. Raises ``ValueError`` for a plugin, of the packages
+    ``plugins``, that is no format.
     """
+    if ":" in parser:
+        return _plugged(parser, load("reasoning_formats", parser, plugins))
     return FORMATS.get(of_template if parser == "auto" else parser)
+
+
+def _plugged(named: str, value: Any) -> ReasoningFormat:
+    form = dict(value) if isinstance(value, Mapping) else value
+    try:
+        found = ReasoningFormat(**form) if isinstance(form, dict) else form
+        is_one = isinstance(found, ReasoningFormat) and bool(found.start and found.end)
+    except TypeError:
+        is_one = False
+    if not is_one or not all(isinstance(text, str) for text in (found.start, found.end, found.aside)):
+        raise ValueError(
+            f"the plugin {named} (reasoning_formats) is no format; give an object of the texts start and end, of "
+            "begins_inside, true or false, and perhaps of the text aside"
+        )
+    return found
 
 
 def marks_of(reasoning: ReasoningFormat, encode: Callable[[str], Sequence[int]]) -> ReasoningMarks:

@@ -141,6 +141,10 @@ class SamplingFields(Struct, kw_only=True):
             "before it may come from a prefix cache."
         ),
     ] = 0
+    extra_args: Annotated[
+        Mapping[str, Any] | None,
+        Meta(description="Arguments for logits processors of plugins, by the names that these declare."),
+    ] = None
 
 
 class GenerationFields(SamplingFields, kw_only=True):

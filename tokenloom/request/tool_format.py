@@ -7,9 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from msgspec import Struct, json
+from msgspec import Struct, ValidationError, convert, json
 
-ToolParserName = Literal[
+from tokenloom.process.plugins import load
+
+TOOL_PARSERS = (
     "auto",
     "none",
     "deepseek_v3",
@@ -36,8 +38,8 @@ ToolParserName = Literal[
     "qwen3_coder",
     "seed_oss",
     "xlam",
-]
-"""Values of ``--tool-call-parser``; the names are those of vLLM's parsers."""
+)
+"""Values of ``--tool-call-parser`` that name what is built in; the names are those of vLLM's parsers."""
 Syntax = Literal["json", "named", "pairs", "python", "bare", "messages"]
 ID, INDEX, NAME, HEX, ALNUM, KIND = "⟨id⟩", "⟨index⟩", "⟨name⟩", "⟨hex⟩", "⟨alnum⟩", "⟨kind⟩"
 """Places in a text for what differs from call to call: an id, a number, the name, 24 digits, 9 letters or digits, what
@@ -280,5 +282,19 @@ FORMATS: Mapping[str, ToolFormat] = {
     "xlam": _objects(("[", "]")),
 }
 """The formats of families, by the names that operators use."""
+
+
+def named_format(parser: str, plugins: Sequence[str] = ()) -> ToolFormat | None:
+    """Return the format that an operator names; None: the name is unknown. Raises ``ValueError`` for a plugin, of the
+    packages ``plugins``, that is no format: an object of the fields of :class:`ToolFormat`, or one of these."""
+    if ":" not in parser:
+        return FORMATS.get(parser)
+    value = load("tool_formats", parser, plugins)
+    try:
+        return value if isinstance(value, ToolFormat) else convert(value, ToolFormat, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"the plugin {parser} (tool_formats) is no format: {error}") from None
+
+
 REQUIRED = ToolFormat("json", ("[", "]"), ("", ""), ", ", '{"name": "', '", "parameters": ', "}")
 """How calls are written that a client demands of a model whose format is unknown."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec import inspect
 
+from tokenloom.process.plugins import MAX_ARGUMENT_BYTES, problem_of
 from tokenloom.v1 import output_processor_pb2, types_pb2
 from tokenloom.v1.types_pb2 import ModelLimits as Limits
 from tokenloom.v1.types_pb2 import SamplingParams as Params
@@ -259,6 +260,19 @@ def _check_routed_experts(params: Params, limits: Limits, field: str) -> None:
         raise InvalidArgument(f"{field} is not available: this model has no experts", field)
 
 
+def _check_extra_args(params: Params, limits: Limits, field: str) -> None:
+    if limits is ANY_MODEL:
+        return  # which plugins there are is not known yet
+    if not limits.argument_schemas:
+        raise InvalidArgument(
+            f"{field} is not available: no plugin of the engines reads arguments (--plugins names them)", field
+        )
+    if len(params.extra_args) > MAX_ARGUMENT_BYTES:
+        raise InvalidArgument(f"{field} may have at most {MAX_ARGUMENT_BYTES} bytes", field)
+    if problem := problem_of(params.extra_args, limits.argument_schemas):
+        raise InvalidArgument(f"{field}: {problem}", field)
+
+
 def _check_token_ids(token_ids: Collection[int], limits: Limits, field: str, most: int | None = None) -> None:
     if most is not None and len(token_ids) > most:
         raise InvalidArgument(f"{field} may hold at most {most} ids, not {len(token_ids)}", field)
@@ -300,5 +314,6 @@ _OWN_RULES: dict[str, Callable[[Params, Limits, str], None]] = {
     "thinking_token_budget": _check_thinking_token_budget,
     "return_routed_experts": _check_routed_experts,
     "transcript": _check_transcript,
+    "extra_args": _check_extra_args,
     "structured_outputs": lambda params, limits, field: check_structured_outputs(params.structured_outputs, field),
 }

@@ -5,6 +5,8 @@ from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 COMMON = ("log_level", "log_format", "otlp_endpoint", "insecure")
 """Options that every service has, and that mean the same for all of them."""
+DEALT = ("plugins",)
+"""Options that every service has, and of whose values each gets those that are for it."""
 DECIDED = frozenset(
     {
         *("config", "instance_id", "listen", "listen_fd", "http_listen", "http_listen_fd", "state_file", "model"),

@@ -69,6 +69,8 @@ class PartReport:
     """Role of an engine, which may change while it runs."""
     fall_backs: tuple[FallBack, ...] = ()
     """What the part does without."""
+    plugins: tuple[str, ...] = ()
+    """The packages whose plugins it may load, each with its version and the kinds of its plugins."""
     leaving: bool = False
     """Whether it drains and has left its listening sockets to the next process."""
     certificate: Path | None = None

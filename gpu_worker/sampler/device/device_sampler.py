@@ -223,7 +223,8 @@ class DeviceSampler:
         left_out = {row for row, (top, named) in demands.logprobs.items() if top + len(named) > MOST_LISTED}
         slots: dict[int, int] = {}
         for row, edit in demands.edits.items():
-            slot = self._slot(logits, edit, int(output_indices[row])) if row not in left_out else None
+            is_left = row in left_out or edit.on_host
+            slot = None if is_left else self._slot(logits, edit, int(output_indices[row]))
             if slot is None:
                 left_out.add(row)
             else:

@@ -73,6 +73,8 @@ class RowEdit:
     penalties: tuple[SeenTokens, CoreSamplingParams] | None = None
     forced: int = -1
     """The only token that may be drawn, whatever the others say; -1: none."""
+    on_host: bool = False
+    """Whether only :meth:`LogitsProcessor.apply` knows what becomes of the logits."""
 
     def listed(self) -> tuple[Ints, npt.NDArray[np.float32]]:
         """Return tokens, each once, and what is added to their logits; -inf masks one."""
@@ -442,6 +444,7 @@ def _time(logits: LogitsRow, state: _Written, rules: TimestampRules) -> None:
         logits[:first] = -np.inf
 
 
-def make_logits_processors() -> LogitsProcessors:
+def make_logits_processors(plugged: Sequence[LogitsProcessor] = ()) -> LogitsProcessors:
     """Return all kinds of processors, in vLLM V1's order; the rules of transcripts compare what the others left."""
-    return LogitsProcessors([AllowedTokens(), BadWords(), MinTokens(), LogitBias(), Penalties(), Transcripts()])
+    first = (AllowedTokens(), BadWords(), MinTokens(), LogitBias())
+    return LogitsProcessors([*first, *plugged, Penalties(), Transcripts()])

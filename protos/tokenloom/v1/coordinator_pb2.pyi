@@ -26,6 +26,7 @@ class PlacementRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLACEMENT_RULE_UNSPECIFIED: _ClassVar[PlacementRule]
     PLACEMENT_RULE_SCORE: _ClassVar[PlacementRule]
     PLACEMENT_RULE_COST: _ClassVar[PlacementRule]
+    PLACEMENT_RULE_PLUGIN: _ClassVar[PlacementRule]
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_STARTING: EngineState
 ENGINE_STATE_SERVING: EngineState
@@ -35,9 +36,10 @@ ENGINE_STATE_PAUSED: EngineState
 PLACEMENT_RULE_UNSPECIFIED: PlacementRule
 PLACEMENT_RULE_SCORE: PlacementRule
 PLACEMENT_RULE_COST: PlacementRule
+PLACEMENT_RULE_PLUGIN: PlacementRule
 
 class EngineIdentity(_message.Message):
-    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks", "publishes_kv_events", "data_parallel_rank", "parallel_config_hash", "computes_in_waves", "data_parallel_group", "weight_bytes", "num_state_slots", "state_boundary")
+    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks", "publishes_kv_events", "data_parallel_rank", "parallel_config_hash", "computes_in_waves", "data_parallel_group", "weight_bytes", "num_state_slots", "state_boundary", "plugins")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +56,7 @@ class EngineIdentity(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     STATE_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    PLUGINS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     address: str
@@ -70,7 +73,8 @@ class EngineIdentity(_message.Message):
     weight_bytes: int
     num_state_slots: int
     state_boundary: int
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., parallel_config_hash: _Optional[bytes] = ..., computes_in_waves: _Optional[bool] = ..., data_parallel_group: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_boundary: _Optional[int] = ...) -> None: ...
+    plugins: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., parallel_config_hash: _Optional[bytes] = ..., computes_in_waves: _Optional[bool] = ..., data_parallel_group: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_boundary: _Optional[int] = ..., plugins: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EngineReport(_message.Message):
     __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens", "start_wave", "wave_complete", "group_size", "fall_backs", "join", "progress")

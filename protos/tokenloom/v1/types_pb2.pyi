@@ -137,7 +137,7 @@ class FallBack(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "repetition_detection", "structured_outputs", "skip_reading_prefix_cache", "thinking_token_budget", "return_routed_experts", "routed_experts_prompt_start", "transcript")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "repetition_detection", "structured_outputs", "skip_reading_prefix_cache", "thinking_token_budget", "return_routed_experts", "routed_experts_prompt_start", "transcript", "extra_args")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class SamplingParams(_message.Message):
     RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_PROMPT_START_FIELD_NUMBER: _ClassVar[int]
     TRANSCRIPT_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_ARGS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -193,7 +194,8 @@ class SamplingParams(_message.Message):
     return_routed_experts: bool
     routed_experts_prompt_start: int
     transcript: TranscriptRules
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., repetition_detection: _Optional[_Union[RepetitionDetection, _Mapping]] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., skip_reading_prefix_cache: _Optional[bool] = ..., thinking_token_budget: _Optional[int] = ..., return_routed_experts: _Optional[bool] = ..., routed_experts_prompt_start: _Optional[int] = ..., transcript: _Optional[_Union[TranscriptRules, _Mapping]] = ...) -> None: ...
+    extra_args: str
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., repetition_detection: _Optional[_Union[RepetitionDetection, _Mapping]] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., skip_reading_prefix_cache: _Optional[bool] = ..., thinking_token_budget: _Optional[int] = ..., return_routed_experts: _Optional[bool] = ..., routed_experts_prompt_start: _Optional[int] = ..., transcript: _Optional[_Union[TranscriptRules, _Mapping]] = ..., extra_args: _Optional[str] = ...) -> None: ...
 
 class TranscriptRules(_message.Message):
     __slots__ = ("suppressed_token_ids", "begin_suppressed_token_ids", "timestamps")
@@ -430,7 +432,7 @@ class Timeline(_message.Message):
     def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., past_tokens: _Optional[int] = ..., kv_elsewhere: _Optional[bool] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_images_per_prompt", "max_media_rows", "cross_media_rows", "max_sounds_per_prompt")
+    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_images_per_prompt", "max_media_rows", "cross_media_rows", "max_sounds_per_prompt", "argument_schemas")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -448,6 +450,7 @@ class ModelLimits(_message.Message):
     MAX_MEDIA_ROWS_FIELD_NUMBER: _ClassVar[int]
     CROSS_MEDIA_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_SOUNDS_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENT_SCHEMAS_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     vocab_size: int
     max_logprobs: int
@@ -465,7 +468,8 @@ class ModelLimits(_message.Message):
     max_media_rows: int
     cross_media_rows: int
     max_sounds_per_prompt: int
-    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., media_kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., max_images_per_prompt: _Optional[int] = ..., max_media_rows: _Optional[int] = ..., cross_media_rows: _Optional[int] = ..., max_sounds_per_prompt: _Optional[int] = ...) -> None: ...
+    argument_schemas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., media_kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., max_images_per_prompt: _Optional[int] = ..., max_media_rows: _Optional[int] = ..., cross_media_rows: _Optional[int] = ..., max_sounds_per_prompt: _Optional[int] = ..., argument_schemas: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "num_layers", "top_k", "id_bytes", "expert_ids")

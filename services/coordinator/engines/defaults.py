@@ -7,6 +7,8 @@ PD_THRESHOLD = 128
 step at most, and a pair costs more than that."""
 PLACEMENT: Final = "score"
 """The rule by which engines are compared: one that an operator can compute from two counts."""
+PLACEMENTS = ("score", "cost")
+"""The rules that are built in."""
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines to re-join before it calls its view complete."""
 PREFIX_INDEX_MIB = 256

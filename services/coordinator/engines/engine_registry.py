@@ -10,7 +10,7 @@ import numpy as np
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
-from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, cost
+from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, cost, score
 from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,
@@ -146,8 +146,8 @@ class Registry:
     @property
     def placement(self) -> PlacementRule:
         """The rule by which engines are compared."""
-        is_cost = self._placement.policy.rule is cost
-        return PlacementRule.PLACEMENT_RULE_COST if is_cost else PlacementRule.PLACEMENT_RULE_SCORE
+        words = {score: PlacementRule.PLACEMENT_RULE_SCORE, cost: PlacementRule.PLACEMENT_RULE_COST}
+        return words.get(self._placement.policy.rule, PlacementRule.PLACEMENT_RULE_PLUGIN)
 
     def check_name(self, first: EngineReport) -> None:
         """Check that an engine may join under its name. Raises as :func:`.check_name`."""

@@ -41,6 +41,7 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
         socket_listen=kv.socket_listen,
         socket_advertise=kv.socket_advertise,
         tls=tls,
+        plugins=config.plugins,
     )
 
 

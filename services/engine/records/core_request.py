@@ -257,6 +257,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     ),
     "structured_outputs": _read_structured_outputs,
     "transcript": _read_transcript,
+    "extra_args": json.loads,
 }
 
 _MAX_QUERY_ID_CHARS = 256

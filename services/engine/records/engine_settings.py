@@ -16,7 +16,8 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, expanded, resolve
-from tokenloom.request.chat_template import check_chat_template, read_chat_template
+from tokenloom.process.plugins import check_named
+from tokenloom.request.chat_template import check_chat_template, names_plugin, read_chat_template
 from tokenloom.request.errors import NotFound, Unavailable
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
@@ -134,6 +135,9 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.engine.check_plugins(self.plugins)
+        if names_plugin(self.chat_template):
+            check_named(self.plugins, chat_template=self.chat_template)
         if self.kv_events_config is None or not self.kv_events_config.is_on:
             return
         if not self.engine.cache.enable_prefix_caching:
@@ -153,9 +157,10 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         if (files := self.certificate) is not None:
             tls = TLSFiles(str(files.ca), str(files.cert), str(files.key), dns_name(self.service))
             kv = replace(kv, socket_tls=tls)
-        template = read_chat_template(self.chat_template) if self.chat_template else None
+        template = read_chat_template(self.chat_template, self.plugins) if self.chat_template else None
         observability = replace(self.engine.observability, trace_steps=bool(self.otlp_endpoint))
-        return for_checkpoint(replace(self.engine, kv=kv, observability=observability), checkpoint, template)
+        config = replace(self.engine, kv=kv, observability=observability, plugins=self.plugins)
+        return for_checkpoint(config, checkpoint, template)
 
 
 def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | None = None) -> EngineConfig:
@@ -175,7 +180,9 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
 
     path = Path(checkpoint)
     grammars = structured_output_config(path, config.structured_output)
-    reasoning = reasoning_config(path, config.reasoning, chat_template)
+    if grammars is not None:
+        grammars = replace(grammars, plugins=config.plugins)
+    reasoning = reasoning_config(path, config.reasoning, chat_template, config.plugins)
     return replace(config, worker=worker, structured_output=grammars, reasoning=reasoning)
 
 

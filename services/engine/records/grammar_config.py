@@ -4,6 +4,7 @@ It stands apart from the settings because it takes protobuf, and the help of a c
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -34,15 +35,17 @@ def structured_output_config(
     )
 
 
-def reasoning_config(checkpoint: Path, chosen: ReasoningConfig, chat_template: str | None = None) -> ReasoningConfig:
+def reasoning_config(
+    checkpoint: Path, chosen: ReasoningConfig, chat_template: str | None = None, plugins: Sequence[str] = ()
+) -> ReasoningConfig:
     """Complete the configuration with the tokens that mark the reasoning of the model in this directory.
 
-    ``chat_template``: its source, if it is not the checkpoint's own.
+    ``chat_template``: its source, if it is not the checkpoint's own. ``plugins``: the packages that a parser may name.
 
     Raises ``ValueError`` if the model's tokenizer cannot write the marks of a parser that was chosen by name.
     """
     template = CheckpointInfo.load(checkpoint).chat_template if chat_template is None else chat_template
-    found = reasoning_format(chosen.parser, format_of_template(template))
+    found = reasoning_format(chosen.parser, format_of_template(template), plugins)
     if found is None:
         return chosen
     if (marks := _marks(checkpoint, found)) is not None:

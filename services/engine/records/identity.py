@@ -11,6 +11,7 @@ from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.model_files import checkpoint
 from tokenloom.model_files.checkpoint import Stamp
+from tokenloom.process.plugins import described
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
@@ -42,11 +43,12 @@ class Identity:
             vocab_size=ready.vocab_size,
             # Reported to all gateways: a gateway must not promise what an engine refuses.
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
-            priorities=settings.engine.scheduler.policy == "priority",
+            priorities=settings.engine.scheduler.policy != "fcfs",
             experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
             reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
             max_lora_rank=settings.engine.lora.max_lora_rank if settings.engine.lora.enable else 0,
+            argument_schemas=ready.argument_schemas,
             **pooling_limits(ready.pooling),
             **media_limits(ready, settings.engine.scheduler),
         )
@@ -54,6 +56,7 @@ class Identity:
             supervisor=supervisor_of(settings.state_file) if settings.state_file else "",
             start_weights=fingerprint.weights,
         )
+        self._plugins = described(settings.plugins)
         self._engine_id = settings.instance_id
         self._epoch = epoch
         self._addresses = address, kv_address
@@ -88,6 +91,7 @@ class Identity:
             weight_bytes=self._weight_bytes,
             num_state_slots=self._ready.num_state_slots,
             state_boundary=self._ready.state_boundary,
+            plugins=self._plugins,
         )
 
 
@@ -163,4 +167,7 @@ def weights_stamps(path: Path, config: WorkerConfig) -> list[Stamp]:
 def _weights_fingerprint(path: Path, config: WorkerConfig) -> bytes:
     if config.worker != "model":
         return b""
-    return checkpoint.weights_fingerprint(path) if config.load_format == "auto" else checkpoint.dummy_fingerprint(path)
+    if config.load_format == "dummy":
+        return checkpoint.dummy_fingerprint(path)
+    # Which files of a directory a plugin reads, only the plugin knows.
+    return checkpoint.weights_fingerprint(path, every_file=config.load_format != "auto")

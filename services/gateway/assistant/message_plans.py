@@ -10,7 +10,7 @@ from msgspec import DecodeError
 from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_format
-from tokenloom.request.tool_format import FORMATS, ToolFormat, from_json
+from tokenloom.request.tool_format import ToolFormat, from_json, named_format
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..formats.call_parser import ToolParser, new_call_id, open_parser
@@ -238,15 +238,17 @@ class MessagePlans:
         info: tokenizer_pb2.GetTokenizerInfoResponse,
         *,
         hides_unused_tools: bool = False,
+        plugins: Sequence[str] = (),
     ) -> "MessagePlans":
         """Choose by the operator's settings or, where these are ``auto``, by what the tokenizer reports.
 
-        An unknown name or syntax, as of a newer tokenizer, counts as none.
+        An unknown name or syntax, as of a newer tokenizer, counts as none. Raises ``ValueError`` for a plugin, of the
+        packages ``plugins``, that is no format.
         """
         derived = _known_format(info.tool_format_json) if tool_parser == AUTO and info.tool_format_json else None
         return cls(
-            derived or FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
-            reasoning_format(reasoning_parser, info.reasoning_parser),
+            derived or named_format(info.tool_call_parser if tool_parser == AUTO else tool_parser, plugins),
+            reasoning_format(reasoning_parser, info.reasoning_parser, plugins),
             frozenset(info.special_marks),
             hides_unused_tools,
         )

@@ -28,10 +28,12 @@ def engine_words(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
 
 
 def rule_word(rule: coordinator_pb2.PlacementRule) -> str | None:
-    """Return the value of ``--placement`` of the coordinator; None: it is of a release that does not show it."""
+    """Return the value of ``--placement`` of the coordinator, ``plugin`` for any plugin; None: it is of a release that
+    does not show it."""
     words = {
         coordinator_pb2.PlacementRule.PLACEMENT_RULE_SCORE: "score",
         coordinator_pb2.PlacementRule.PLACEMENT_RULE_COST: "cost",
+        coordinator_pb2.PlacementRule.PLACEMENT_RULE_PLUGIN: "plugin",
     }
     return words.get(rule)
 
@@ -343,6 +345,7 @@ class MeshView:
                 max_sounds_per_prompt=min(limit.max_sounds_per_prompt for limit in limits),
                 max_media_rows=min(limit.max_media_rows for limit in limits),
                 cross_media_rows=min(limit.cross_media_rows for limit in limits),
+                argument_schemas=_common_schemas(limits),
             )
 
 
@@ -372,6 +375,12 @@ def load_of(entries: Iterable[coordinator_pb2.EngineEntry]) -> MeshLoad:
 def _common_tasks(limits: list[types_pb2.ModelLimits]) -> list[types_pb2.PoolingTask]:
     """Return the pooling tasks that all engines serve."""
     return [task for task in limits[0].pooling_tasks if all(task in limit.pooling_tasks for limit in limits)]
+
+
+def _common_schemas(limits: list[types_pb2.ModelLimits]) -> list[str]:
+    """Return the schemas of arguments for plugins that all engines read."""
+    schemas = limits[0].argument_schemas
+    return [schema for schema in schemas if all(schema in limit.argument_schemas for limit in limits)]
 
 
 def _common_kinds(limits: list[types_pb2.ModelLimits]) -> list[types_pb2.MediaKind]:

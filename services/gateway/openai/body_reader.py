@@ -140,7 +140,6 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "prompt_embeds": (None,),
-    "extra_args": (None, {}),
     "chat_template": (None,),
     "add_special_tokens": (None,),
     "kv_transfer_params": (None,),
@@ -280,6 +279,8 @@ def sampling_params(body: Body, **own: object) -> tuple[types_pb2.SamplingParams
     for name in body:
         if name in SAMPLING_FIELDS:
             values[name] = body[name]
+    if "extra_args" in own and values.get("extra_args") is not None:
+        raise errors.InvalidArgument("extra_args and vllm_xargs are two names of one field; send one", "extra_args")
     sampling = narrow_sampling(values | own)
     form = body.get("response_format")
     if form is not None and (constraint := read_response_format(form)) is not None:

@@ -111,6 +111,8 @@ def _sampling(
     if fields.max_completion_tokens is not None:
         own["max_tokens"] = fields.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
+    if fields.vllm_xargs is not None:
+        own["extra_args"], names["extra_args"] = fields.vllm_xargs, "vllm_xargs"
     if fields.logprobs:
         own["logprobs"] = 0
         if fields.top_logprobs is not None:

@@ -37,10 +37,13 @@ class CompletionsApi:
         fields = self.reader.read(body, CompletionRequest)
         echo = bool(fields.echo)
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
-        own = {"max_tokens": 1} if echo_only else {}
+        own: dict[str, object] = {"max_tokens": 1} if echo_only else {}
+        if fields.vllm_xargs is not None:
+            own["extra_args"] = fields.vllm_xargs
         sampling, lost = sampling_params(body, logprobs=fields.logprobs, **own)
         ignored = (*self.reader.ignored(body, CompletionRequest), *ignored_in_stream_options(body), *lost)
         names = {"structured_outputs": "response_format"} if body.get("structured_outputs") is None else {}
+        names |= {} if fields.vllm_xargs is None else {"extra_args": "vllm_xargs"}
         options = AnswerOptions.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored, field_names=names)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs

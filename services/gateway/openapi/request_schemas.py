@@ -76,6 +76,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="Names the session: its next turn runs where its beginning is cached. Only a hint."),
     ] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="vLLM's name of extra_args.")] = None
     # Described in the table of sampling parameters:
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None

@@ -319,6 +319,7 @@ class EngineInfo(msgspec.Struct):
     waiting: Annotated[int, Meta(description="Requests not yet running.")]
     kv_cache_usage: Annotated[float, Meta(description="Share of KV blocks in use.")]
     num_kv_blocks: Annotated[int, Meta(description="KV blocks in all.")]
+    plugins: Annotated[list[str], Meta(description="Packages whose plugins it may load, with versions.")]
 
 
 class ServerInfo(msgspec.Struct):
@@ -329,6 +330,7 @@ class ServerInfo(msgspec.Struct):
     max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens.")]
     vocab_size: Annotated[int | None, Meta(description="Token ids are below this number.")]
     server_load: Annotated[int, Meta(description="Number of outputs in progress.")]
+    plugins: Annotated[list[str], Meta(description="Packages whose plugins the gateway may load, with versions.")]
     engines: Annotated[list[EngineInfo], Meta(description="Engines that the coordinator knows.")]
 
 

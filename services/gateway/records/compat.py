@@ -60,8 +60,8 @@ _REFUSED_OF_VLLM = {
     "guided_choice": _STRUCTURED,
     "guided_grammar": _STRUCTURED,
     "logits_processors": "Clients send no code.",
+    "vllm_xargs": "Only what plugins of the engines declare is read (--plugins).",
     "kv_transfer_params": "The mesh places prefill and decode itself.",
-    "vllm_xargs": "There are no extensions that would read it.",
 }
 _IGNORED_OF_VLLM = {
     "truncation_side": "The last tokens are kept.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tokenloom.process.plugins import described
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import types_pb2
 
@@ -82,7 +83,8 @@ def started_at() -> str:
 def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, counts: ResponseCounts) -> Routes:
     """Return the routes that describe the gateway and, of several meshes, the first one."""
     mesh = meshes.first
-    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.models)
+    own = described(settings.plugins)
+    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.models, own)
     return {
         **status.routes(),
         **(page_routes(meshes, host, counts, status.root, settings.page_kills) if settings.page else {}),

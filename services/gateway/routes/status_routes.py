@@ -31,8 +31,11 @@ class StatusRoutes:
         generator: Generator,
         registry: CollectorRegistry,
         models: ModelNames,
+        plugins: Sequence[str] = (),
     ) -> None:
-        """``models``: the names of the model and of its adapters."""
+        """``models``: the names of the model and of its adapters. ``plugins``: the packages whose plugins this gateway
+        may load, as people read them."""
+        self._plugins = list(plugins)
         self._health = health
         self._mesh = mesh
         self._generator = generator
@@ -89,6 +92,7 @@ class StatusRoutes:
             "max_model_len": limits.max_model_len if limits else None,
             "vocab_size": limits.vocab_size if limits else None,
             "server_load": self._generator.num_live,
+            "plugins": self._plugins,
             "engines": [_engine_object(entry) for entry in self._mesh.engines],
         }
 
@@ -169,4 +173,5 @@ def _engine_object(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
         "waiting": report.waiting,
         "kv_cache_usage": round(report.kv_usage, 6),
         "num_kv_blocks": entry.identity.num_kv_blocks,
+        "plugins": list(entry.identity.plugins),
     }

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN
+from tokenloom.v1 import tokenizer_pb2
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from ..assistant.message_plans import MessagePlans
@@ -74,6 +76,20 @@ class MeshMetrics:
     adapter_usage: AdapterUsage
 
 
+def _plans(settings: GatewaySettings, info: tokenizer_pb2.GetTokenizerInfoResponse) -> MessagePlans:
+    """Return the formats of turns. Raises ``InvalidArgument`` for a plugin that cannot be loaded, or is no format."""
+    try:
+        return MessagePlans.choose(
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            info,
+            hides_unused_tools=settings.exclude_tools_when_tool_choice_none,
+            plugins=settings.plugins,
+        )
+    except ValueError as error:
+        raise InvalidArgument(str(error), "plugins") from error
+
+
 async def connect(
     spec: MeshSpec, settings: GatewaySettings, host: Host, shares: TenantShares, metrics: MeshMetrics
 ) -> ServedMesh:
@@ -110,12 +126,7 @@ async def connect(
     names = spec.names or (info.fingerprint.model,)
     model = names[0]
     metrics.registry.register(MeshGauges(view, estimator, model))
-    plans = await MessagePlans.choose(
-        settings.tool_call_parser,
-        settings.reasoning_parser,
-        info,
-        hides_unused_tools=settings.exclude_tools_when_tool_choice_none,
-    ).with_openings(tokenizers)
+    plans = await _plans(settings, info).with_openings(tokenizers)
     counts = GatewayMetrics(metrics.registry, model, metrics.key_usage, metrics.adapter_usage)
     context = RequestContext(
         model=model,

@@ -5,9 +5,10 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from msgspec import Meta
 
+from tokenloom.process.plugins import check_named, plugged
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.request.reasoning import ReasoningParserName
-from tokenloom.request.tool_format import ToolParserName
+from tokenloom.request.reasoning import PARSERS
+from tokenloom.request.tool_format import TOOL_PARSERS
 from tokenloom.services.runtime.addresses import parse, parse_member
 from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
@@ -96,6 +97,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     api_key_file: Annotated[
         Path | None, "File with the SHA-256 of an accepted key, in hex, on each line; or tenants in TOML."
     ] = None
+    authentication: Annotated[
+        Annotated[str, Meta(extra=plugged("authentication"))],
+        "Plugin that knows further API keys, as PACKAGE:NAME; empty: none.",
+    ] = ""
     cache_salt_secret: Annotated[
         _Secret,
         "Secret of at least 16 bytes, equal for all gateways, that separates the tenants' cached prefixes; by default "
@@ -129,8 +134,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ] = None
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
     tool_call_parser: Annotated[
-        ToolParserName,
-        "How the model writes tool calls; auto: as its chat template indicates.",
+        Annotated[str, Meta(extra=plugged("tool_formats", TOOL_PARSERS))],
+        "How the model writes tool calls; auto: as its chat template indicates; or a plugin, as PACKAGE:NAME.",
     ] = "auto"
     exclude_tools_when_tool_choice_none: Annotated[
         bool,
@@ -138,8 +143,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "calls, so that its beginning is cached.",
     ] = False
     reasoning_parser: Annotated[
-        ReasoningParserName,
-        "How the model writes reasoning; auto: as its chat template indicates.",
+        Annotated[str, Meta(extra=plugged("reasoning_formats", PARSERS))],
+        "How the model writes reasoning; auto: as its chat template indicates; or a plugin, as PACKAGE:NAME.",
     ] = "auto"
     volatile_lines: Annotated[
         Literal["move", "keep"],
@@ -301,6 +306,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_named(self.plugins, tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
+        check_named(self.plugins, authentication=self.authentication)
         if self.meshes is not None and not self.served_model_name:
             raise ValueError("--meshes needs --served-model-name: requests name the model")
         if self.page_kills is not None and not (self.page and parse(self.http_listen).is_local):

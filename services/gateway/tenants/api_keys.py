@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, TypeAlias
 
 import grpc
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
@@ -25,7 +25,8 @@ from .tenant import NO_TENANT, CacheSalts, Tenant, TenantLimits
 log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+_TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_Name = Annotated[str, Meta(pattern=f"^{_TENANT_NAME.pattern}$")]
 _TENANT: ContextVar[Tenant] = ContextVar("tenant")
 _Signature: TypeAlias = tuple[tuple[int, int, int], ...]
 CHECK_SECONDS = 1.0
@@ -41,22 +42,31 @@ class ApiKeys:
         required: Whether clients need a key.
     """
 
-    def __init__(self, tenants: Mapping[bytes, Tenant], *, required: bool = True) -> None:
-        """``tenants``: by the SHA-256 digest of a key."""
+    def __init__(
+        self, tenants: Mapping[bytes, Tenant], *, required: bool = True, plugin: "PluggedKeys | None" = None
+    ) -> None:
+        """``tenants``: by the SHA-256 digest of a key. ``plugin`` knows further keys; None: there are none."""
         self._tenants = tuple(tenants.items())
-        self.required = required
+        self.required = required or plugin is not None
+        self._plugin = plugin
 
     @property
-    def num_tenants(self) -> int:
-        """How many tenants the keys belong to."""
-        return len({tenant.name for _, tenant in self._tenants})
+    def are_shared(self) -> bool:
+        """Whether the keys belong, or may belong, to several tenants."""
+        return self._plugin is not None or len({tenant.name for _, tenant in self._tenants}) > 1
 
     @classmethod
-    def load(cls, keys: Iterable[str], file: Path | None, salts: CacheSalts | None = None) -> "ApiKeys":
+    def load(
+        cls,
+        keys: Iterable[str],
+        file: Path | None,
+        salts: CacheSalts | None = None,
+        plugin: "PluggedKeys | None" = None,
+    ) -> "ApiKeys":
         """Load keys in plain text, and a key file as :func:`read_key_file` reads it.
 
-        A key that belongs to no ``[[tenant]]`` is a tenant of its own, with a cache of its own. Without keys and file
-        no key is required; with an empty file no key is accepted. ``salts``: None draws random ones. Raises
+        A key that belongs to no ``[[tenant]]`` is a tenant of its own, with a cache of its own. Without keys, file and
+        ``plugin`` no key is required; with an empty file no key is accepted. ``salts``: None draws random ones. Raises
         :class:`errors.InvalidArgument` for a wrong file, or a key that two tenants have.
         """
         entries: dict[bytes, TenantEntry | None] = dict.fromkeys(_digest(key.encode()) for key in keys)
@@ -64,9 +74,9 @@ class ApiKeys:
             for item in read_key_file(file, "api_key_file"):
                 _add(entries, item)
         if not entries:
-            return cls({}, required=file is not None)
+            return cls({}, required=file is not None, plugin=plugin)
         salts = salts or CacheSalts.draw()
-        return cls({digest: _tenant(digest, entry, salts) for digest, entry in entries.items()})
+        return cls({digest: _tenant(digest, entry, salts) for digest, entry in entries.items()}, plugin=plugin)
 
     @classmethod
     def load_admin(cls, keys: Iterable[str], file: Path | None) -> "ApiKeys":
@@ -102,7 +112,8 @@ class ApiKeys:
         """Return the tenant of a name; None if no key belongs to it."""
         if not self.required:
             return NO_TENANT if name == NO_TENANT.name else None
-        return next((tenant for _, tenant in self._tenants if tenant.name == name), None)
+        found = next((tenant for _, tenant in self._tenants if tenant.name == name), None)
+        return found if found is not None or self._plugin is None else self._plugin.tenant(name)
 
     def authorize(self, authorization: bytes | None) -> Tenant:
         """Return the tenant of the key in an ``authorization`` header. Raises :class:`errors.Unauthenticated`."""
@@ -114,9 +125,14 @@ class ApiKeys:
         presented = _digest(key.strip())
         # No early exit: the time taken must not reveal which key came close.
         matches = [tenant for digest, tenant in self._tenants if hmac.compare_digest(presented, digest)]
-        if not matches:
+        if matches:
+            return matches[0]
+        if self._plugin is None or (name := self._plugin.owner(key.strip())) is None:
             raise errors.Unauthenticated("the API key is not valid")
-        return matches[0]
+        # A tenant of the file keeps its limits and its cache, whoever knows its key.
+        tenant = self.tenant(name)
+        assert tenant is not None, "a plugin's names are tenants"
+        return structs.replace(tenant, key=presented.hex()[:_NAME_DIGITS])
 
     def authorize_metadata(self, details: grpc.HandlerCallDetails) -> Tenant:
         """Return the tenant of a gRPC call in the same way, by the call's metadata."""
@@ -124,6 +140,34 @@ class ApiKeys:
             if key == "authorization":
                 return self.authorize(value.encode() if isinstance(value, str) else value)
         return self.authorize(None)
+
+
+class PluggedKeys:
+    """Knows keys by a plugin of the kind ``authentication``: a function that takes a key, a text, and returns the name
+    of the tenant that it belongs to, or None. It is called for each request, in the gateway's event loop."""
+
+    def __init__(self, named: str, find: Callable[[str], str | None], salts: CacheSalts) -> None:
+        """``named``: the plugin, as ``PACKAGE:NAME``."""
+        self._named = named
+        self._find = find
+        self._salts = salts
+
+    def owner(self, key: bytes) -> str | None:
+        """Return the name of the tenant of a key; None: nobody's. Raises ``Unavailable`` if the plugin fails."""
+        try:
+            name = self._find(key.decode())
+            if name is not None and not (isinstance(name, str) and _TENANT_NAME.fullmatch(name)):
+                raise ValueError("it returned something else than a tenant's name, letters, digits and . _ - only")
+        except UnicodeDecodeError:
+            return None
+        except Exception:
+            log.exception("the plugin %s failed", self._named)
+            raise errors.Unavailable("API keys cannot be checked now; retry") from None
+        return name
+
+    def tenant(self, name: str) -> Tenant | None:
+        """Return the tenant of a name; None for a name that no tenant can have."""
+        return Tenant(name=name, cache_salt=self._salts.of(name)) if _TENANT_NAME.fullmatch(name) else None
 
 
 def _signature(file: Path) -> _Signature | None:

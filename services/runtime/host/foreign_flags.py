@@ -22,7 +22,7 @@ _LOG = "prompts and outputs are never logged"
 _METRICS = "see GET /metrics, which has the statistics"
 _WEIGHTS = "use --quantization"
 _DECIDED = "there is no such choice: the engine decides by the device and the model"
-_NO_PLUGINS = "there are no plug-ins"
+_PLUGINS = "see docs/use/plugins.md"
 
 ANSWERS = {
     # The edge.
@@ -63,13 +63,13 @@ ANSWERS = {
     "--enable-force-include-usage": "send stream_options.include_usage in the request",
     "--enable-prompt-tokens-details": "usage always holds the number of cached prompt tokens",
     "--enable-return-routed-experts": "send return_routed_experts in the request",
-    "--logits-processors": "send logit_bias, bad_words or allowed_token_ids in the request",
+    "--logits-processors": "use --plugins",
     "--seed": "send seed in the request",
     "--logprobs-mode": "log probabilities are the model's own, before penalties and temperature (raw_logprobs)",
     "--response-role": "answers always have the role assistant",
     "--enable-auto-tool-choice": "use --tool-call-parser",
-    "--tool-parser-plugin": "use --tool-call-parser",
-    "--reasoning-parser-plugin": "use --reasoning-parser",
+    "--tool-parser-plugin": "use --plugins and --tool-call-parser",
+    "--reasoning-parser-plugin": "use --plugins and --reasoning-parser",
     "--mm-processor-kwargs": "send mm_processor_kwargs in the request",
     "--media-io-kwargs": _IMAGES,
     "--allowed-local-media-path": "use --allowed-media-domains",
@@ -108,7 +108,7 @@ ANSWERS = {
     "--enable-dbo --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold": _DECIDED,
     "--kv-sharing-fast-prefill --performance-mode --max-cudagraph-capture-size": _DECIDED,
     "--mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size --mamba-cache-mode": _DECIDED,
-    "--io-processor-plugin --worker-cls --worker-extension-cls --additional-config": _NO_PLUGINS,
+    "--io-processor-plugin --worker-cls --worker-extension-cls --additional-config": _PLUGINS,
     "--disable-sliding-window": "use --max-model-len",
     "--attention-config": "use --attention-backend",
     "--compilation-config -cc -O --optimization-level": "use --enforce-eager",
@@ -123,7 +123,7 @@ ANSWERS = {
     "--max-num-partial-prefills": "use --prefill-tokens-beside-decode",
     "--max-long-partial-prefills": "use --long-prefill-token-threshold",
     "--scheduler-reserve-full-isl": "use --reserve-full-prompt",
-    "--scheduler-cls": "use --scheduling-policy",
+    "--scheduler-cls": "use --plugins and --scheduling-policy",
     "--num-scheduler-steps": "use --async-scheduling",
     "--stream-interval": "use --frame-interval",
     "--guided-decoding-backend": "use --structured-outputs-backend",

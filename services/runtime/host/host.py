@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from tokenloom.process.fall_backs import OF_PROCESS, FallBacks
+from tokenloom.process.plugins import described
 from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.services.runtime.peers.certificate import wait_for_files
 
@@ -237,6 +238,7 @@ class Host:
             serving=self.health.serving,
             certificate="" if settings.public_certificate is None else str(settings.public_certificate.cert.absolute()),
             fall_backs=[each._asdict() for each in self.fall_backs.active],
+            plugins=described(settings.plugins),
         )
 
     async def serve_waiting(self) -> None:

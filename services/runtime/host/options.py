@@ -8,6 +8,7 @@ of a ``msgspec.Meta``. A field that holds another struct is a group: the options
 - ``aliases``: further names that are accepted (vLLM's, or former ones);
 - ``renamed``: former values, each with the value that replaces it;
 - ``unsupported``: values that users of other servers know, each with a text that names the alternative;
+- ``choices``: what is built in, where plugins may add more (``check`` knows them);
 - ``check``: a function that returns the value to use, or raises ``ValueError`` for a wrong one;
 - ``directory``: True if the path is that of a directory, which may be created;
 - ``secret``: True if the value must not appear in a list of processes or in an error.
@@ -144,7 +145,8 @@ class Option:
     def expected(self) -> str:
         """What a value must be, in a few words: ``an integer ≥ 1``."""
         if self.choices:
-            return ("a list of " if self.type is tuple else "one of ") + ", ".join(self.choices)
+            listed = ("a list of " if self.type is tuple else "one of ") + ", ".join(self.choices)
+            return f"{listed}, or PACKAGE:NAME of a plugin" if "choices" in self.extra else listed
         kind = "a JSON object" if issubclass(self.type, Struct) else _KINDS[self.type]
         return f"{kind} {', '.join(self.bounds)}".rstrip()
 
@@ -317,7 +319,7 @@ def _walk(struct: type[Struct], instance: Struct | None, path: tuple[str, ...]) 
                     extra=extra,
                     type=tuple if get_origin(core) is tuple else str if _choices(core) else core,
                     is_optional=is_optional,
-                    choices=_choices(core),
+                    choices=_choices(core) or extra.get("choices", ()),
                     bounds=tuple(f"{sign} {bound}" for meta in metas for sign, bound in _bounds(meta)),
                 )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
+from tokenloom.process.plugins import check_plugins
 from tokenloom.request.errors import InvalidArgument
 
 from .. import addresses
@@ -90,6 +91,11 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
     ] = None
     tls_cert: Annotated[Path | None, "Certificate of this service; if it is set, peers need theirs to connect."] = None
     tls_key: Annotated[Path | None, "Private key of that certificate."] = None
+    plugins: Annotated[
+        tuple[str, ...],
+        "Installed packages whose plugins may be loaded, separated by commas; a service refuses those that have "
+        "nothing for it. By default no code of others runs.",
+    ] = ()
     insecure: Annotated[bool, "Allow listening without encryption on addresses that other machines can reach."] = False
 
     def __post_init__(self) -> None:
@@ -97,6 +103,11 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
             force_setattr(self, "instance_id", f"{self.service}-0")
         if len({path is None for path in (self.tls_ca, self.tls_cert, self.tls_key)}) > 1:
             raise ValueError("--tls-ca, --tls-cert and --tls-key must be set together")
+        if self.plugins:
+            try:
+                force_setattr(self, "plugins", check_plugins(self.plugins, self.service))
+            except ValueError as error:
+                raise ValueError(f"--plugins: {error}") from None
 
     @property
     def max_message_bytes(self) -> int:

@@ -196,3 +196,63 @@ def _session_tokens(
 
 RULES: dict[str, Rule] = {"score": score, "cost": cost}
 """The rules by the name that an operator gives them."""
+
+
+class Offers(NamedTuple):
+    """What the rule of a plugin sees of a leg and of the engines that may get it, as copies; columns have shape [n].
+
+    Attributes:
+        role: ``prefill`` or ``decode``, or ``both`` for the whole request.
+        prompt_tokens: All tokens of the prompt; at least 1.
+        cached_tokens: Tokens of the prompt in each engine's KV cache, as far as is known.
+        waiting: Requests that wait there.
+        running: Requests in the batch there.
+        free_tokens: Tokens that its free KV blocks hold once all waiting prompts are computed; may be negative.
+        uncached_tokens: Prompt tokens that are to be computed there.
+        seats: Requests that may run there at the same time; 0: not known.
+        seconds_per_token: Of a prompt there, as measured, or the mean of the others.
+    """
+
+    role: str
+    prompt_tokens: int
+    cached_tokens: NDArray[np.int64]
+    waiting: IntColumn
+    running: IntColumn
+    free_tokens: IntColumn
+    uncached_tokens: FloatColumn
+    seats: IntColumn
+    seconds_per_token: FloatColumn
+
+
+PluggedCosts: TypeAlias = Callable[[Offers], "NDArray[np.float64] | Sequence[float]"]
+"""What a plugin of the kind ``placement_rules`` is: it returns what the leg costs on each engine; the least is best."""
+
+
+def plugged_rule(costs: PluggedCosts, on_failure: Callable[[str], None]) -> Rule:
+    """Return the rule of a plugin. If it fails, or returns anything but n numbers, :func:`score` decides this pick, and
+    ``on_failure`` gets the reason."""
+
+    def rule(engines: EngineColumns, candidates: Candidates, ask: Ask) -> IntColumn | FloatColumn:
+        try:
+            found = np.asarray(costs(_offers(engines, candidates, ask)), dtype=np.float64)
+            if found.shape != (len(candidates),) or np.isnan(found).any():
+                raise ValueError(f"it returned {found.tolist()!r:.80} for {len(candidates)} engines, not a number each")
+            return found
+        except Exception as error:  # a pick must not fail, whatever the code of others does
+            on_failure(f"{type(error).__name__}: {error}")
+            return score(engines, candidates, ask)
+
+    return rule
+
+
+def _offers(engines: EngineColumns, candidates: Candidates, ask: Ask) -> Offers:
+    index, count = candidates.index, len(candidates)
+    cached = np.zeros(count, np.int64) if ask.cached_tokens is None else ask.cached_tokens[index]
+    columns = (engines.waiting, engines.running, engines.free_tokens, engines.uncached_tokens, engines.seats)
+    return Offers(
+        EngineRole.Name(ask.role).removeprefix("ENGINE_ROLE_").lower(),
+        ask.prompt_tokens,
+        cached.copy(),
+        *(column[index].copy() for column in columns),
+        candidates.speeds(engines).seconds_per_token.copy(),
+    )

@@ -15,7 +15,7 @@ from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.messages import ArrivedRows, RowsWanted
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
-from tokenloom.engine_core.scheduling.scheduler import SchedulingPolicy
+from tokenloom.engine_core.scheduling.request_order import SchedulingPolicy
 
 IMAGES = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 6), st.sampled_from(["a", "b", "c", "d", "e"]), st.booleans()),

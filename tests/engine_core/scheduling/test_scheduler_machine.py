@@ -1,6 +1,7 @@
 """Runs an engine core at random: after any adds, aborts and failures, blocks add up and tokens follow from prefixes."""
 
 import itertools
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -49,9 +50,28 @@ from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
 from tokenloom.engine_core.scheduling.drafts import DraftCosts
-from tokenloom.engine_core.scheduling.scheduler import SchedulingPolicy
+from tokenloom.engine_core.scheduling.request_order import QueuedRequest, Rank, RequestOrder, SchedulingPolicy
+from tokenloom.process.plugins import load
 
 SESSION = "session"
+
+
+def shortest_first(request: QueuedRequest) -> int:
+    return request.num_prompt_tokens + request.max_output_tokens
+
+
+def newest_first(request: QueuedRequest) -> int:
+    return -request.arrival_ns
+
+
+def tenant_first(request: QueuedRequest) -> int:
+    return -(2**63) if request.tenant == "b" else 2**63 - 1
+
+
+RANKS: tuple[Rank | None, ...] = (None, None, shortest_first, newest_first, tenant_first)
+"""Those of schedulers of plugins; None: the policy is built in."""
+if named := os.environ.get("TOKENLOOM_TEST_SCHEDULER"):  # PACKAGE:NAME: that of its author
+    RANKS = (load("schedulers", named, (named.partition(":")[0],)),)
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -78,6 +98,7 @@ class CoreMachine(RuleBasedStateMachine):
         executor=st.sampled_from(list(EXECUTORS)),
         num_stages=st.sampled_from([1, 1, 2]),
         policy=st.sampled_from(SchedulingPolicy),
+        rank=st.sampled_from(RANKS),
         long_prefill=st.sampled_from([0, 0, 1, 5]),
         reserve_full_prompt=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
@@ -98,6 +119,7 @@ class CoreMachine(RuleBasedStateMachine):
         executor: str,
         num_stages: int,
         policy: SchedulingPolicy,
+        rank: Rank | None,
         long_prefill: int,
         reserve_full_prompt: bool,
         watermark: float,
@@ -108,6 +130,7 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         if self.cross_rows:
             num_drafts = 0  # models with rows beside prompts refuse drafts
+        policy = policy if rank is None else SchedulingPolicy.PRIORITY
         config = make_config(
             block_size=block_size,
             num_blocks=None,
@@ -142,6 +165,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.mortal = Mortal(self._make_worker(config))
         self.worker = self.mortal.worker
         self.core = EngineCore(config, EXECUTORS[executor](self.worker))
+        if rank is not None:
+            self.core.scheduler._order = RequestOrder("acme:rank", rank)
         if self.core.scheduler.kv.states is not None:
             self.core.scheduler.kv.states.fork_tokens = 8
             self.core.scheduler.kv.states.far_tokens = 24

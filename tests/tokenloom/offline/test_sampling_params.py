@@ -60,7 +60,10 @@ def test_defaults_are_vllms():
         ("stream_interval", 2**32),
         ("thinking_token_budget", -1),
         ("thinking_token_budget", 1.5),
-        ("extra_args", {"a": 1}),
+        ("extra_args", 5),
+        ("extra_args", {"a": object()}),
+        ("extra_args", {"a": float("nan")}),
+        ("extra_args", {"a": "x" * 70_000}),
         ("min_tokens", 17),
     ],
 )

@@ -2,7 +2,7 @@
 
 from tokenloom.cli.serve.serve_options import OFFERS, SETTINGS
 from tokenloom.services.runtime.host.options import options_of, variable
-from tokenloom.supervisor.decided import DECIDED, WITHHELD
+from tokenloom.supervisor.decided import DEALT, DECIDED, WITHHELD
 
 
 def test_no_variable_of_a_service_passes_the_command() -> None:
@@ -14,6 +14,7 @@ def test_no_variable_of_a_service_passes_the_command() -> None:
 
 def test_what_is_offered_may_be_set_by_its_variable() -> None:
     offered = {offer.option.variable for offer in OFFERS.values() if offer.services}
-    assert not offered & WITHHELD
+    # The command reads these itself, and gives each part those that are for it.
+    assert offered & WITHHELD == set(map(variable, DEALT))
     known = {name for settings in SETTINGS.values() for name in options_of(settings)}
     assert known >= DECIDED, "each is an option"

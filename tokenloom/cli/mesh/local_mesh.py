@@ -69,6 +69,8 @@ def ps(
     else:
         print_tables(fitted(_columns(rows), UNLIMITED if wide else output_width()))
         for row in rows:
+            for plugin in row.plugins:
+                typer.echo(f"plugins of {row.service}-{row.index}: {plugin}")
             for fall_back in row.fall_backs:
                 typer.echo(f"fall-back of {row.service}-{row.index}: {fall_back}")
 

@@ -188,6 +188,8 @@ class Row:
     """What the part does without; of an engine also what the coordinator knows of it."""
     placement: PartPlacement | None = None
     """The rule of a coordinator, and what it compares of an engine; None if no gateway shows it."""
+    plugins: list[str] = field(default_factory=list)
+    """The packages whose plugins it may load, each with its version and the kinds of its plugins."""
 
 
 def find_rows(mesh: MeshRecord) -> list[Row]:
@@ -230,4 +232,5 @@ async def _row(part: PartRecord) -> Row:
     fall_backs = list(map(str, state.fall_backs))
     health = "SERVING" if await is_serving(state.health) else "NOT_SERVING"
     role = state.role or part.role
-    return Row(part.service, part.index, role, state.pid, state.address, state.metrics, health, part.model, fall_backs)
+    about = (part.service, part.index, role, state.pid, state.address, state.metrics, health, part.model, fall_backs)
+    return Row(*about, plugins=list(state.plugins))

@@ -32,7 +32,7 @@ from tokenloom.services.gateway.tenants.tenant import CacheSalts
 from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.host.options import flag, variable
 from tokenloom.supervisor import state_dir
-from tokenloom.supervisor.decided import WITHHELD
+from tokenloom.supervisor.decided import DEALT, WITHHELD
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.part_spec import PartSpec
 from tokenloom.supervisor.ports import GatewayPorts, PortTaken, reserved_ports
@@ -110,7 +110,7 @@ def warn_of_variables() -> None:
     """Say which variables of Tokenloom this command does not read, though they are set."""
     # Parts inherited from the user's shell the addresses and certificates that only the supervisor may decide, and did
     # not start. It holds them back now, which must not happen silently.
-    for name in sorted(WITHHELD.intersection(os.environ)):
+    for name in sorted(WITHHELD.intersection(os.environ) - set(map(variable, DEALT))):
         typer.echo(
             f"Warning: {name} is not read: `tokenloom serve` decides it for each part, or the part's table in --config",
             err=True,

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from tokenloom.process.plugins import check_plugins, find_package, used_by
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.engine.records.engine_settings import EngineSettings
@@ -15,7 +16,7 @@ from tokenloom.services.output_processor.output_processor_settings import Output
 from tokenloom.services.runtime.host.options import Option, OptionError, find_option, flag, options_of, read_file
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
-from tokenloom.supervisor.decided import COMMON, DECIDED
+from tokenloom.supervisor.decided import COMMON, DEALT, DECIDED
 from tokenloom.supervisor.layout import MeshOptions
 
 SETTINGS: Mapping[str, type[ServiceSettings]] = {
@@ -43,12 +44,27 @@ def service_arguments(
     flags: dict[str, tuple[str, ...]] = {}
     environment: dict[str, dict[str, str]] = {}
     for name, value in chosen.items():
-        for service in OFFERS[name].services:
+        dealt = _dealt(value) if name in DEALT else dict.fromkeys(OFFERS[name].services, value)
+        for service, value in dealt.items():
             if OFFERS[name].option.extra.get("secret"):  # every user of the machine can read flags
                 environment.setdefault(service, {})[OFFERS[name].option.variable] = value
             else:
                 flags[service] = (*flags.get(service, ()), setting_flag(name, value))
     return flags, environment
+
+
+def _dealt(value: Any) -> dict[str, list[str]]:
+    """Return for each service the packages whose plugins it uses, without importing them. Exits with a usage error for
+    a package that none uses, or that is not installed."""
+    names: tuple[str, ...] = OFFERS["plugins"].option.parse(value)
+    try:
+        for name in names:
+            if not any(find_package(name).is_used_by(service) for service in (*SETTINGS, "cli")):
+                raise ValueError(f"no part of a mesh uses {find_package(name)}")
+        dealt = {service: list(check_plugins(used_by(names, service), service)) for service in SETTINGS}
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--plugins") from None
+    return {service: own for service, own in dealt.items() if own}
 
 
 def setting_flag(name: str, value: object) -> str:
@@ -66,7 +82,7 @@ def _offers() -> Iterator[Offer]:
         for name, option in options_of(settings).items():
             if name not in DECIDED and name not in common:
                 yield Offer(option, (service,))
-    yield from (Offer(common[name], tuple(SETTINGS)) for name in COMMON)
+    yield from (Offer(common[name], tuple(SETTINGS)) for name in (*COMMON, *DEALT))
 
 
 def _merged(offers: Iterable[Offer]) -> dict[str, Offer]:

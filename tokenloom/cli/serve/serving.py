@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from msgspec import structs
 
-from tokenloom.request.chat_template import read_chat_template
+from tokenloom.request.chat_template import names_plugin, read_chat_template
 from tokenloom.supervisor.layout import MeshOptions, ServedModel, with_names
 from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed, unbuffered
@@ -84,7 +84,7 @@ def _further_model(word: str) -> ServedModel:
 
 def _check_template(given: str | None) -> None:
     """Exits with a usage error if the chat template is not Jinja, before any part starts."""
-    if given is None:
+    if given is None or names_plugin(given):  # a plugin's is read where it is used
         return
     from tokenloom.services.tokenizer.chat_template import ChatTemplate  # here, because Jinja costs time
 

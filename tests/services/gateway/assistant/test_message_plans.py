@@ -1,9 +1,14 @@
 """The parts of an assistant's turn keep the order in which the model wrote them, however the text is cut."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
+from tests.plugin_packages import EXAMPLE_NAME, install, install_example
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
+from tokenloom.request.reasoning import ReasoningFormat
 from tokenloom.request.tool_format import FORMATS, REQUIRED, ToolFormat, to_json
 from tokenloom.services.gateway.assistant.message_plans import (
     CallDelta,
@@ -115,3 +120,41 @@ def test_marks_around_an_answer_are_no_text(choice: ToolChoice) -> None:
 def test_a_description_that_cannot_be_read_counts_as_none(derived: bytes, found: ToolFormat) -> None:
     info = GetTokenizerInfoResponse(tool_call_parser="hermes", tool_format_json=derived)
     assert MessagePlans.choose("auto", "auto", info).tools == found
+
+
+def test_formats_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install_example(tmp_path)
+    tools, reasoning = f"{EXAMPLE_NAME}:square", f"{EXAMPLE_NAME}:aside"
+    plans = MessagePlans.choose(tools, reasoning, GetTokenizerInfoResponse(), plugins=(EXAMPLE_NAME,))
+    assert plans.tools is not None
+    assert plans.tools.call == ("[call]", "[/call]")
+    assert plans.reasoning == ReasoningFormat("<aside>", "</aside>", begins_inside=False)
+    request = GenerateRequest(prompts=["hi"], prompt_field="messages", sampling=SamplingParams(), tenant=NO_TENANT)
+    asked = ToolRequest([Tool("f", {}, {"function": {}})], ToolChoice.AUTO)
+    plan, _ = plans.apply(asked, request, include_reasoning=True)
+    reader = OutputReader(plan, reasoning_is_open=False, may_reason=True)
+    text = '<aside>Hm.</aside>[call]{"name": "f", "arguments": {"a": 1}}[/call]'
+    found = joined([reader.feed(text, ends=False), reader.feed("", ends=True)])
+    assert found[0] == ("reasoning", "Hm.")
+    assert "f" in str(found[1:])
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("T = {'syntax': 'none'}\nR = 1", "is no format"),
+        ("T = 1\nR = {}", "is no format"),
+        ("T = {'call': 1}\nR = {'start': 'a', 'end': 1, 'begins_inside': True}", "is no format"),
+    ],
+)
+def test_what_is_no_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "acme", raising=False)
+    points = {"tokenloom.tool_formats": {"t": "acme:T"}, "tokenloom.reasoning_formats": {"r": "acme:R"}}
+    install(tmp_path, "acme", points, source)
+    for names in (("acme:t", "none"), ("none", "acme:r")):
+        with pytest.raises(ValueError, match=reason):
+            MessagePlans.choose(*names, GetTokenizerInfoResponse(), plugins=("acme",))

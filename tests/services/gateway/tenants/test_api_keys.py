@@ -13,7 +13,7 @@ from tests.loop_clock import settle
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.tenants import api_keys
-from tokenloom.services.gateway.tenants.api_keys import ApiKeys
+from tokenloom.services.gateway.tenants.api_keys import ApiKeys, PluggedKeys
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, CacheSalts
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
@@ -232,3 +232,36 @@ async def test_a_file_that_cannot_be_read_ends_nothing(
     assert not following.done()
     following.cancel()
     assert caplog.messages == ["the keys stay as they are: OSError"]
+
+
+def test_keys_that_a_plugin_knows(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"of the file").hexdigest()
+    file.write_text(f'[[tenant]]\nname = "ada"\nkey_sha256 = ["{digest}"]\nlimits = {{ live_outputs = 3 }}\n')
+    asked: list[str] = []
+
+    def find(key: str) -> str | None:
+        asked.append(key)
+        return {"one": "team", "two": "ada"}.get(key)
+
+    keys = ApiKeys.load([], file, SALTS, PluggedKeys("acme:find", find, SALTS))
+    assert keys.required
+    assert keys.are_shared
+    team, ada, of_file = (keys.authorize(f"Bearer {key}".encode()) for key in ("one", "two", "of the file"))
+    assert asked == ["one", "two"], "keys of the file are not asked for"
+    assert (team.name, team.limits.live_outputs) == ("team", None)
+    assert (ada.name, ada.cache_salt, ada.limits.live_outputs) == ("ada", of_file.cache_salt, 3)
+    assert len({team.key, ada.key, of_file.key}) == 3
+    assert team.cache_salt not in (b"", ada.cache_salt)
+    assert keys.tenant("team") is not None
+    for wrong in (b"Bearer three", b"Bearer \xff", b"", None):
+        with pytest.raises(errors.Unauthenticated):
+            keys.authorize(wrong)
+    assert ApiKeys.load([], None, SALTS, PluggedKeys("acme:find", find, SALTS)).required
+
+
+@pytest.mark.parametrize("answer", [7, "", "a b", "x" * 65, "key:1"])
+def test_a_plugin_that_fails_is_no_fault_of_the_client(answer: object) -> None:
+    keys = ApiKeys.load([], None, SALTS, PluggedKeys("acme:find", lambda key: answer, SALTS))  # type: ignore[arg-type, return-value]
+    with pytest.raises(errors.Unavailable, match="API keys cannot be checked now"):
+        keys.authorize(b"Bearer x")

@@ -19,7 +19,6 @@ from tests.engine_core.helpers import finish
 from tests.engine_core.helpers import make_core as make_fake_core
 from tests.engine_core.helpers import make_request as make_fake_request
 from tests.services.gateway.fakes import FakeMesh
-from tests.test_fields_are_read import PRODUCT
 from tokenloom.cli.serve.serve_options import OFFERS
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, WorkerConfig
@@ -230,12 +229,6 @@ async def names_blocks_by_sha256(_: FakeMesh, __: pytest.LogCaptureFixture) -> b
     return request.kv.block_hashes[0] == hashlib.sha256(struct.pack("<4I", *range(4))).digest()
 
 
-async def has_no_plugins(_: FakeMesh, __: pytest.LogCaptureFixture) -> bool:
-    """Code of other packages comes in by entry points, or by a name that an option gives."""
-    assert not [path for path in PRODUCT if "entry_points" in path.read_text(encoding="utf-8")]
-    return not [name for name in _own_flags() if re.search("plugin|-cls$|additional-config", name)]
-
-
 async def decides_itself(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
     of_table = [names for names, answer in ANSWERS.items() if answer.startswith("there is no such choice")]
     decided = set(" ".join(of_table).split())
@@ -280,7 +273,6 @@ PROBES: dict[str, Probe] = {
     "a model is one directory, with config.json and its weights": reads_one_directory,
     "files are mapped into memory": maps_files,
     "blocks are always named by SHA-256": names_blocks_by_sha256,
-    "there are no plug-ins": has_no_plugins,
     "there is no such choice: the engine decides by the device and the model": decides_itself,
 }
 """A probe for each clause that says how Tokenloom behaves."""

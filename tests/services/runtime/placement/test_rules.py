@@ -15,7 +15,9 @@ from tokenloom.services.runtime.placement.rules import (
     RECOMPUTED,
     Ask,
     Home,
+    Offers,
     cost,
+    plugged_rule,
 )
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -176,3 +178,29 @@ def test_requests_without_a_session_cost_the_same_beside_sessions(engines: Engin
     before = [cost(engines, both(), ask).tolist() for ask in asks]
     engines.session_share[:2] = 0.5, 3.0
     assert [cost(engines, both(), ask).tolist() for ask in asks] == before
+
+
+def test_a_plugin_sees_copies_and_its_costs_decide(engines: EngineColumns) -> None:
+    seen: list[Offers] = []
+
+    def dearest_first(offers: Offers) -> list[float]:
+        seen.append(offers)
+        offers.waiting[:] = 99
+        return [2.0, 1.0]
+
+    engines.waiting[1] = 5
+    rule = plugged_rule(dearest_first, pytest.fail)
+    assert best(engines, both(), Ask(PREFILL, 2000, cached(1600)), rule) == 1
+    (offers,) = seen
+    assert (offers.role, offers.prompt_tokens, offers.cached_tokens.tolist()) == ("prefill", 2000, [0, 1600])
+    assert offers.seconds_per_token == pytest.approx([0.001, 0.001])
+    assert engines.waiting[:2].tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("costs", [[1.0], [1.0, float("nan")], "ab", None])
+def test_where_a_plugin_fails_the_score_decides(engines: EngineColumns, costs: object) -> None:
+    reasons: list[str] = []
+    rule = plugged_rule(lambda offers: costs, reasons.append)  # type: ignore[arg-type, return-value]
+    engines.waiting[0] = 1
+    assert best(engines, both(), Ask(PREFILL, 10), rule) == 1
+    assert len(reasons) == 1

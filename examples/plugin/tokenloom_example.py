@@ -1,0 +1,110 @@
+"""One small plugin of each kind for Tokenloom."""
+
+
+class Chorus:
+    """Lets every n-th token of an output be a given one: {"chorus_token_id": 5, "chorus_every": 4}."""
+
+    arguments = {
+        "type": "object",
+        "properties": {
+            "chorus_token_id": {"type": "integer", "minimum": 0},
+            "chorus_every": {"type": "integer", "minimum": 2, "maximum": 64},
+        },
+        "required": ["chorus_token_id", "chorus_every"],
+    }
+
+    def apply(self, logits, rows):
+        """Change float32 logits [n, vocab] in place, by the tokens and arguments of each row alone."""
+        for logit, row in zip(logits, rows, strict=True):
+            if (len(row.output_token_ids) + 1) % row.arguments["chorus_every"] == 0:
+                wanted = logit[row.arguments["chorus_token_id"]]
+                logit[:] = float("-inf")
+                logit[row.arguments["chorus_token_id"]] = wanted
+
+
+def shortest_first(request):
+    """Rank a request by its tokens: those with few begin first."""
+    return request.num_prompt_tokens + request.max_output_tokens
+
+
+def fewest(offers):
+    """Return what a request costs on each engine: the requests that are there."""
+    return offers.waiting + offers.running
+
+
+def greet(name: str = "world"):
+    """Greet somebody."""
+    print(f"Hello, {name}.")
+
+
+# How a family of models writes calls and reasoning, as data.
+SQUARE = {"call": ["[call]", "[/call]"], "before_name": '{"name": "', "after_name": '", "arguments": ',
+          "after_arguments": "}"}  # fmt: skip
+ASIDE = {"start": "<aside>", "end": "</aside>", "begins_inside": False}
+
+
+# What follows takes the place of a part of the engine. Here each is what is built in, which is imported only there.
+def in_process(config, make_worker, worker_command):
+    """Return what runs the workers of an engine: one, in the core's process."""
+    from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+
+    return UniProcExecutor(make_worker(config))
+
+
+def host(config):
+    """Return the device on which the model computes: the CPU."""
+    from tokenloom.gpu_worker.platform.platform import CPUPlatform
+
+    return CPUPlatform()
+
+
+class Npz:
+    """Holds the tensors of a checkpoint whose directory has them in ``weights.npz``, NumPy's format."""
+
+    described_by, views = "config.json", ()
+
+    def __init__(self, path):
+        import numpy
+
+        self._arrays = numpy.load(path / "weights.npz", allow_pickle=False)
+        self.names = self._arrays.files
+
+    def read(self, name, shape):
+        """Return a tensor on the CPU as it is stored."""
+        import torch
+
+        return torch.from_numpy(self._arrays[name])
+
+    def close(self):
+        """Close the file."""
+        self._arrays.close()
+
+
+def plain(model, block_size, device):
+    """Return what computes attention: PyTorch's operations."""
+    from tokenloom.gpu_worker.attention.torch_backend import TorchBackend
+
+    return TorchBackend(model, block_size, device)
+
+
+def memory():
+    """Return what reads KV blocks of another engine: memory that both map."""
+    from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
+
+    return SharedMemoryTransport()
+
+
+def lark(*arguments, **options):
+    """Return what makes outputs follow a grammar: llguidance."""
+    from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+
+    return LLGuidanceBackend(*arguments, **options)
+
+
+def tenant_of(key):
+    """Return the name of the tenant of an API key such as ``team-a.x1y2``; None: it is nobody's."""
+    team, _, secret = key.partition(".")
+    return team if team.startswith("team-") and secret == "x1y2" else None
+
+
+SHOUT = "{% for message in messages %}{{ message.content | upper }}\n{% endfor %}"

@@ -1,0 +1,225 @@
+"""Logits processors of plugins: pure functions of the tokens so far, the request's own arguments and its seed.
+
+They see rows and never the batch, so a request that was preempted, moved to another engine or resumed, and one whose
+drafts are verified, draws the tokens that it would have drawn otherwise. They run on the host.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.process.plugins import check_apart, check_schema, load_all, own_arguments
+
+from .logits_processors import RowEdit
+
+log = logging.getLogger(__name__)
+
+Logits = npt.NDArray[np.float32]
+
+
+class PluginRow(NamedTuple):
+    """What a logits processor knows of one row. It must change nothing of it, and keep none of the lists.
+
+    Attributes:
+        prompt_token_ids: The tokens of the prompt; without those that embeddings, images or sounds replace.
+        output_token_ids: The tokens of the output so far.
+        arguments: Those of the request's ``extra_args`` that the plugin declares, at least one; checked by its schema.
+        seed: The request's, an unsigned integer of 64 bits.
+    """
+
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    arguments: Mapping[str, Any]
+    seed: int
+
+
+class PluggedProcessor(Protocol):
+    """What a plugin of the kind ``logits_processors`` fulfils: the entry point names an object, or a class without
+    parameters."""
+
+    arguments: Mapping[str, Any]
+    """A JSON schema, whose properties are the names of the arguments. A request asks for the plugin by giving one."""
+
+    def apply(self, logits: Logits, rows: Sequence[PluginRow]) -> None:
+        """Change ``logits`` [n, vocab], float32, in place; row i is that of ``rows[i]``.
+
+        A pure function: equal rows give equal changes, whatever else is in the batch and whatever was called before.
+        An error ends only the requests whose rows raise it. What others have forbidden (-inf) stays forbidden.
+        """
+
+
+class LogitsPlugin(NamedTuple):
+    """A logits processor of a plugin that was loaded, with its schema as JSON and its ``PACKAGE:NAME``."""
+
+    named: str
+    schema: str
+    processor: PluggedProcessor
+
+
+def load_logits_plugins(plugins: Sequence[str]) -> list[LogitsPlugin]:
+    """Import the logits processors of these packages. Raises ``ValueError`` for one that does not fulfil the protocol,
+    and for two that declare one argument."""
+    found = [_plugin(each.named, each.value) for each in load_all("logits_processors", plugins)]
+    check_apart({each.named: each.schema for each in found})
+    return found
+
+
+def _plugin(named: str, value: Any) -> LogitsPlugin:
+    try:
+        if hasattr(value, "update_state"):
+            processor: PluggedProcessor = VllmBatchForm(value)
+        elif hasattr(value, "new_req_logits_processor"):
+            processor = VllmRequestForm(value)
+        else:
+            processor = value() if isinstance(value, type) else value
+        if not callable(getattr(processor, "apply", None)):
+            raise ValueError("it has no method apply")
+        schema = check_schema(processor.arguments)
+    except Exception as error:  # whatever the code of others does when it is constructed
+        raise ValueError(f"the plugin {named} (logits_processors): {error}") from error
+    return LogitsPlugin(named, schema, processor)
+
+
+class PluggedRows:
+    """Fulfils :class:`.logits_processors.LogitsProcessor` for one plugin."""
+
+    parameters: tuple[str, ...] = ("extra_args",)
+
+    def __init__(self, plugin: LogitsPlugin) -> None:
+        self._plugin = plugin
+        self._rows: dict[int, PluginRow] = {}
+
+    def add(
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        own = own_arguments(params.extra_args or {}, self._plugin.schema)
+        if own:  # otherwise the request asks for other plugins only
+            self._rows[row] = PluginRow(tuple(prompt_token_ids), list(output_token_ids), own, params.seed)
+
+    def remove(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def append(self, row: int, token_id: int) -> None:
+        if (known := self._rows.get(row)) is not None:
+            known.output_token_ids.append(token_id)  # type: ignore[attr-defined]  # it is a list, made above
+
+    def follows_output(self, row: int) -> bool:
+        return row in self._rows
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        edit.on_host |= row in self._rows
+
+    def apply(self, logits: Logits, index_of: Mapping[int, int]) -> None:
+        asking = [(index_of[row], known) for row, known in self._rows.items() if row in index_of]
+        if not asking:
+            return
+        indices, rows = [index for index, _ in asking], [known for _, known in asking]
+        try:
+            logits[indices] = self._changed(logits[indices], rows)
+        except Exception:
+            for index, known in asking:
+                logits[index] = self._changed_alone(logits[index], known)
+
+    def _changed(self, logits: Logits, rows: Sequence[PluginRow]) -> Logits:
+        # A copy, so that a plugin that fails half-way has changed nothing: the rows are asked one by one then.
+        changed = logits.copy()
+        self._plugin.processor.apply(changed, rows)
+        # A grammar ends a request whose token it does not accept, so what is masked stays masked.
+        np.copyto(changed, -np.inf, where=np.isneginf(logits))
+        return changed
+
+    def _changed_alone(self, logits: Logits, row: PluginRow) -> Logits:
+        try:
+            return self._changed(logits[None], [row])[0]
+        except Exception:
+            # NaN ends this request, and no other one, with an error that names its logits.
+            log.exception("the plugin %s failed for a request, which ends", self._plugin.named)
+            return np.full_like(logits, np.nan)
+
+
+class VllmParams(NamedTuple):
+    """What vLLM's logits processors read of a request's sampling parameters."""
+
+    extra_args: Mapping[str, Any]
+    seed: int
+
+
+class BatchUpdate(NamedTuple):
+    """Tells a logits processor of vLLM's batch form which rows are others than in the last step, with vLLM's names."""
+
+    batch_size: int
+    removed: Sequence[int]
+    added: Sequence[tuple[int, VllmParams, Sequence[int], Sequence[int]]]
+    moved: Sequence[tuple[int, int, Any]]
+
+
+class VllmBatchForm:
+    """Wraps a class of vLLM's batch form (``update_state`` and ``apply``), which keeps a state of its rows.
+
+    Whenever the rows are others than in the last call, it is told that all of them are new, with the tokens that they
+    have by then: so what it does is a function of the rows again.
+    """
+
+    def __init__(self, form: Any) -> None:
+        """``form``: the class, whose constructor takes vLLM's configuration, for which it gets None, the device and
+        whether memory is pinned."""
+        self.arguments: Mapping[str, Any] = form.arguments
+        self._processor = form(None, torch.device("cpu"), False) if isinstance(form, type) else form
+        self._rows: list[PluginRow] = []
+        self._num_outputs: list[int] = []
+
+    def apply(self, logits: Logits, rows: Sequence[PluginRow]) -> None:
+        self._processor.update_state(self._update(rows))
+        self._rows, self._num_outputs = list(rows), [len(row.output_token_ids) for row in rows]
+        _write(logits, self._processor.apply(torch.from_numpy(logits)))
+
+    def _update(self, rows: Sequence[PluginRow]) -> BatchUpdate | None:
+        # As in vLLM, it knows the list of a row's output, which grows by one token from step to step.
+        grown = [count + 1 for count in self._num_outputs]
+        is_same = len(rows) == len(self._rows) and all(map(_is_same, rows, self._rows))
+        if is_same and [len(row.output_token_ids) for row in rows] == grown:
+            return None
+        added = [
+            (index, VllmParams(row.arguments, row.seed), row.prompt_token_ids, row.output_token_ids)
+            for index, row in enumerate(rows)
+        ]
+        return BatchUpdate(len(rows), list(range(len(self._rows))), added, [])
+
+
+def _is_same(one: PluginRow, other: PluginRow) -> bool:
+    return one.output_token_ids is other.output_token_ids
+
+
+class VllmRequestForm:
+    """Wraps a class of vLLM's adapter for processors of single requests (``new_req_logits_processor``)."""
+
+    def __init__(self, form: Any) -> None:
+        self.arguments: Mapping[str, Any] = form.arguments
+        self._make = form(None, torch.device("cpu"), False) if isinstance(form, type) else form
+
+    def apply(self, logits: Logits, rows: Sequence[PluginRow]) -> None:
+        for index, row in enumerate(rows):
+            change = self._make.new_req_logits_processor(VllmParams(row.arguments, row.seed))
+            if change is not None:
+                own = torch.from_numpy(logits[index])
+                _write(logits[index], change(*_tokens_for(change, row), own))
+
+
+def _tokens_for(change: Callable[..., Any], row: PluginRow) -> tuple[Sequence[int], ...]:
+    """Return the lists of tokens that a function of one request takes before the logits: the output's, or the prompt's
+    and the output's."""
+    takes_prompt = len(inspect.signature(change).parameters) > 2
+    outputs = list(row.output_token_ids)
+    return (list(row.prompt_token_ids), outputs) if takes_prompt else (outputs,)
+
+
+def _write(logits: Logits, changed: object) -> None:
+    """Take what a processor returned, which may have changed the logits in place or made others."""
+    if isinstance(changed, torch.Tensor) and changed.data_ptr() != logits.ctypes.data:
+        logits[:] = changed.float().numpy()

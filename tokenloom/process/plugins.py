@@ -1,0 +1,442 @@
+"""The registry of plugins: which kinds there are, which services use them, and how one is found, checked and loaded.
+
+A plugin comes from an installed package that has entry points in groups named ``tokenloom.KIND``. Its code runs only if
+the package is named by ``--plugins``, and only in the services that use one of its kinds. Everything here but
+:func:`load` and :func:`load_all` reads the metadata of packages and imports none of them, so that checks before a start
+run no code of others. Whatever is wrong raises ``ValueError``, which says what would be right.
+
+Arguments of requests for plugins are here too: a JSON schema describes one object, whose properties are their names.
+Keywords that are not checked are refused when a plugin is loaded, so that no rule is written that nobody enforces.
+Nothing here imports other code of ours: worker, engine's front and gateway check by the same rules.
+"""
+
+import difflib
+import importlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
+
+GROUP = "tokenloom."
+"""What the group of each of our entry points begins with; the kind follows."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class PluginKind:
+    """Describes what all plugins of a kind have in common; ``docs/use/plugins.md`` shows how each is written."""
+
+    services: frozenset[str]
+    """Those that use plugins of this kind; ``cli`` is the command line."""
+    needs: tuple[str, ...] = ()
+    """Attributes that a plugin must have; without any, it is data, or is called itself."""
+    is_called: bool = False
+    """Whether a plugin is called itself."""
+    changes: tuple[Literal["numerics", "kv_layout"], ...] = ()
+    """What engines with different plugins of this kind do not share: ``numerics``: tokens, so that a request never
+    moves from one to another; ``kv_layout``: KV blocks."""
+
+
+def _kind(*services: str, **traits: Any) -> PluginKind:
+    return PluginKind(frozenset(services), **traits)
+
+
+KINDS: Mapping[str, PluginKind] = {
+    "logits_processors": _kind("engine", needs=("arguments",), changes=("numerics",)),
+    "schedulers": _kind("engine", is_called=True),
+    "executors": _kind("engine", is_called=True),
+    "platforms": _kind("engine", is_called=True, changes=("numerics",)),
+    "checkpoint_formats": _kind("engine", is_called=True, changes=("numerics",)),
+    "attention_backends": _kind("engine", is_called=True, changes=("numerics", "kv_layout")),
+    "kv_transports": _kind("engine", is_called=True),
+    "grammar_backends": _kind("engine", is_called=True, changes=("numerics",)),
+    "tool_formats": _kind("gateway"),
+    "reasoning_formats": _kind("gateway", "engine"),
+    "placement_rules": _kind("coordinator", is_called=True),
+    "authentication": _kind("gateway", is_called=True),
+    "chat_templates": _kind("tokenizer", "engine"),
+    "cli_commands": _kind("cli"),
+}
+"""The kinds by the last part of their group."""
+
+
+class PluginPoint(NamedTuple):
+    """One entry point.
+
+    Attributes:
+        kind: A key of :data:`KINDS`.
+        name: Unique among those of the kind in a package.
+        target: ``module:attribute``, what is loaded.
+    """
+
+    kind: str
+    name: str
+    target: str
+
+
+@dataclass(frozen=True)
+class PluginPackage:
+    """An installed package with plugins."""
+
+    name: str
+    version: str
+    points: tuple[PluginPoint, ...]
+
+    def of_kind(self, kind: str) -> tuple[PluginPoint, ...]:
+        """Return its plugins of this kind."""
+        return tuple(point for point in self.points if point.kind == kind)
+
+    def is_used_by(self, service: str) -> bool:
+        """Return whether a service uses any of its plugins."""
+        return any(service in KINDS[point.kind].services for point in self.points)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(point.kind for point in self.points))
+        return f"{self.name} {self.version} ({kinds})"
+
+
+class LoadedPlugin(NamedTuple):
+    """What an entry point names, imported, with the ``PACKAGE:NAME`` under which options and errors name it."""
+
+    named: str
+    value: Any
+
+
+def normalized(name: str) -> str:
+    """Return the spelling of a package's name that all its spellings share."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def find_package(name: str) -> PluginPackage:
+    """Return the package of this name with its plugins, without importing it."""
+    from importlib import metadata  # here, so that a process without plugins does not import it
+
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a package; write the one that pip lists")
+    try:
+        found = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        raise ValueError(f"no package {name} is installed{_installed_near(name)}") from None
+    points = tuple(_points(found.entry_points))
+    package = PluginPackage(normalized(name), found.version, points)
+    _check_points(package)
+    return package
+
+
+def installed_packages() -> list[str]:
+    """Return the names of all installed packages that have entry points of ours, in order."""
+    from importlib import metadata
+
+    found = (each for each in metadata.distributions() if any(_points(each.entry_points)))
+    return sorted({normalized(each.name) for each in found})
+
+
+def check_plugins(names: Sequence[str], service: str) -> tuple[str, ...]:
+    """Return the names of the packages in their common spelling, after checking that each is installed, is named once,
+    and has something for this service."""
+    common = tuple(map(normalized, names))
+    for name, count in Counter(common).items():
+        if count > 1:
+            raise ValueError(f"{name} is named {count} times")
+        package = find_package(name)
+        if not package.is_used_by(service):
+            users = sorted({each for point in package.points for each in KINDS[point.kind].services})
+            raise ValueError(f"{package} has nothing for the {service}; it is for {' and '.join(users)}")
+    return common
+
+
+def used_by(names: Iterable[str], service: str) -> list[str]:
+    """Return those of these packages that a service uses."""
+    return [name for name in names if find_package(name).is_used_by(service)]
+
+
+def check_choice(kind: str, built_in: Sequence[str], value: str) -> str:
+    """Return the value of an option that names something built in, or a plugin as ``PACKAGE:NAME``."""
+    if value in built_in or not (value or built_in):
+        return value
+    if ":" not in value:
+        listed = f"one of {', '.join(built_in)}, or " if built_in else ""
+        raise ValueError(f"must be {listed}PACKAGE:NAME of a plugin, not {value!r:.80}")
+    package, name = _split(value)
+    _find_point(find_package(package), kind, name)
+    return f"{package}:{name}"
+
+
+def plugged(kind: str, built_in: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the ``extra`` of an option that names something built in, or a plugin of this kind."""
+    return {"choices": tuple(built_in), "check": partial(check_choices, kind, built_in)}
+
+
+def check_choices(kind: str, built_in: Sequence[str], value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Return the value of such an option, or of one that lists several."""
+    if isinstance(value, str):
+        return check_choice(kind, built_in, value)
+    return tuple(check_choice(kind, built_in, each) for each in value)
+
+
+def check_named(plugins: Sequence[str], **values: str) -> None:
+    """Raise ``ValueError`` if an option names a plugin of a package that is not among ``plugins``."""
+    for option, value in values.items():
+        package = value.partition(":")[0]
+        if ":" in value and package not in plugins:
+            raise ValueError(f"{option} is {value}: name its package too, with --plugins {package}")
+
+
+def load(kind: str, named: str, plugins: Sequence[str]) -> Any:
+    """Import the plugin that an option names as ``PACKAGE:NAME``; its package is among ``plugins``."""
+    check_named(plugins, **{kind: named})
+    package, name = _split(named)
+    return _load(find_package(package), kind, name).value
+
+
+def load_part(kind: str, name: str, built_in: Mapping[str, str], plugins: Sequence[str]) -> Any:
+    """Import what an option names: a plugin as ``PACKAGE:NAME``, or the target ``module:attribute`` of something built
+    in. Raises ``ImportError`` where a library that this needs is not installed."""
+    if ":" in name:
+        return load(kind, name, plugins)
+    module, _, attribute = built_in[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def load_all(kind: str, plugins: Sequence[str]) -> list[LoadedPlugin]:
+    """Import every plugin of this kind in these packages, in the order of the packages and of the names."""
+    packages = map(find_package, plugins)
+    return [_load(package, kind, point.name) for package in packages for point in package.of_kind(kind)]
+
+
+def commands_of(plugins: Sequence[str]) -> dict[str, str]:
+    """Return where the commands of these packages are, as ``module:function``, by name."""
+    places: dict[str, str] = {}
+    for point in (point for name in plugins for point in find_package(name).of_kind("cli_commands")):
+        if point.name in places:
+            raise ValueError(f"two packages have the command {point.name}: name one of them")
+        places[point.name] = point.target
+    return places
+
+
+def marks(plugins: Sequence[str], changes: str) -> tuple[str, ...]:
+    """Return what the packages whose plugins change ``numerics``, or ``kv_layout``, add to an engine's: names with
+    versions."""
+    packages = [find_package(name) for name in sorted(plugins)]
+    return tuple(
+        f"plugin-{package.name}-{package.version}"
+        for package in packages
+        if any(changes in KINDS[point.kind].changes for point in package.points)
+    )
+
+
+def described(plugins: Sequence[str]) -> list[str]:
+    """Return the packages with their versions and kinds, for people."""
+    return [str(find_package(name)) for name in plugins]
+
+
+def _points(entries: Iterable[Any]) -> Iterable[PluginPoint]:
+    ours = [entry for entry in entries if entry.group.startswith(GROUP)]
+    return sorted(PluginPoint(entry.group.removeprefix(GROUP), entry.name, entry.value) for entry in ours)
+
+
+def _check_points(package: PluginPackage) -> None:
+    about = f"the package {package.name} {package.version}"
+    if not package.points:
+        raise ValueError(f"{about} has no entry points in groups named {GROUP}KIND (docs/use/plugins.md)")
+    for point in package.points:
+        if point.kind not in KINDS:
+            near = difflib.get_close_matches(point.kind, KINDS, n=1)
+            hint = f"; did you mean {GROUP}{near[0]}?" if near else f"; the kinds are {', '.join(KINDS)}"
+            raise ValueError(f"{about} has an entry point in the group {GROUP}{point.kind}, which is unknown{hint}")
+        if not _NAME.fullmatch(point.name):
+            raise ValueError(f"{about} has an entry point {point.name!r}; names have letters, digits and - _ . only")
+    [(named, count)] = Counter(point[:2] for point in package.points).most_common(1)
+    if count > 1:
+        raise ValueError(f"{about} has {count} entry points {named[1]} in the group {GROUP}{named[0]}; one is possible")
+
+
+def _split(named: str) -> tuple[str, str]:
+    package, _, name = named.partition(":")
+    if not _NAME.fullmatch(package) or not _NAME.fullmatch(name):
+        raise ValueError(f"{named!r:.80} is no plugin; write PACKAGE:NAME")
+    return normalized(package), name
+
+
+def _find_point(package: PluginPackage, kind: str, name: str) -> PluginPoint:
+    points = package.of_kind(kind)
+    for point in points:
+        if point.name == name:
+            return point
+    names = ", ".join(point.name for point in points) or "none"
+    raise ValueError(f"{package.name} {package.version} has no {name} among its {kind}: {names}")
+
+
+def _load(package: PluginPackage, kind: str, name: str) -> LoadedPlugin:
+    from importlib import metadata
+
+    point, about = _find_point(package, kind, name), f"the plugin {package.name}:{name} ({kind})"
+    try:
+        value = metadata.EntryPoint(point.name, point.target, GROUP + kind).load()
+    except (Exception, SystemExit) as error:  # whatever the code of others does when it is imported
+        raise ValueError(f"{about} cannot be loaded from {point.target}: {type(error).__name__}: {error}") from error
+    missing = [need for need in KINDS[kind].needs if not hasattr(value, need)]
+    if missing or (KINDS[kind].is_called and not callable(value)):
+        lacks = f"no {' and no '.join(missing)}" if missing else "nothing to call"
+        raise ValueError(f"{about} has {lacks}: {point.target} is no plugin of this kind (docs/use/plugins.md)")
+    return LoadedPlugin(f"{package.name}:{name}", value)
+
+
+def _installed_near(name: str) -> str:
+    installed = installed_packages()
+    near = difflib.get_close_matches(normalized(name), installed, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    listed = ", ".join(installed[:_LISTED])
+    return f"; those with plugins here are {listed}" if listed else "; no installed package has plugins"
+
+
+MAX_ARGUMENT_BYTES = 1 << 16
+"""Limits the arguments of a request, as JSON."""
+_MOST_NESTED = 8
+
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: type(value) is int or (type(value) is float and value.is_integer()),
+    "number": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "string": lambda value: isinstance(value, str),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
+}
+_BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool], str]] = {
+    "minimum": ("number", lambda value, bound: value >= bound, "at least {}"),
+    "maximum": ("number", lambda value, bound: value <= bound, "at most {}"),
+    "exclusiveMinimum": ("number", lambda value, bound: value > bound, "above {}"),
+    "exclusiveMaximum": ("number", lambda value, bound: value < bound, "below {}"),
+    "minLength": ("string", lambda value, bound: len(value) >= bound, "a text of at least {} characters"),
+    "maxLength": ("string", lambda value, bound: len(value) <= bound, "a text of at most {} characters"),
+    "minItems": ("array", lambda value, bound: len(value) >= bound, "a list of at least {} items"),
+    "maxItems": ("array", lambda value, bound: len(value) <= bound, "a list of at most {} items"),
+}
+"""Keywords that bound a value: what they apply to, the check, and the value in words."""
+_WORDS = frozenset({"title", "description", "default", "examples", "$schema"})
+_KEYWORDS = frozenset({"type", "enum", "properties", "required", "additionalProperties", "items", *_BOUNDS, *_WORDS})
+
+
+def check_schema(schema: object) -> str:
+    """Return the schema of a plugin's arguments as JSON. Raises ``ValueError`` for one that cannot be enforced."""
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties"), Mapping) or not schema["properties"]:
+        raise ValueError("the schema of the arguments must be an object with properties, the names of the arguments")
+    if schema.get("type", "object") != "object":
+        raise ValueError(f"the schema of the arguments has the type {schema['type']!r}; it must be object")
+    _check_keywords(schema, "", _MOST_NESTED)
+    return json.dumps(schema, sort_keys=True, allow_nan=False)
+
+
+def check_apart(schemas: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` if two plugins declare one argument. ``schemas``: by ``PACKAGE:NAME``."""
+    owner: dict[str, str] = {}
+    for named, schema in schemas.items():
+        for name in _read_schema(schema)["properties"]:
+            if name in owner:
+                raise ValueError(f"the plugins {owner[name]} and {named} both declare the argument {name}; name one")
+            owner[name] = named
+
+
+def argument_names(schema: str) -> frozenset[str]:
+    """Return the names of the arguments that a schema declares."""
+    return frozenset(_read_schema(schema)["properties"])
+
+
+def own_arguments(arguments: Mapping[str, Any], schema: str) -> dict[str, Any]:
+    """Return those of a request's arguments that a schema declares."""
+    declared = _read_schema(schema)["properties"]
+    return {name: value for name, value in arguments.items() if name in declared}
+
+
+def problem_of(text: str, schemas: Sequence[str]) -> str:
+    """Return what is wrong with the arguments of a request, as JSON; empty: nothing.
+
+    Each must be declared by one of the ``schemas``, and obey it. A schema of which no argument is given asks nothing.
+    """
+    try:
+        arguments = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return "it is not JSON"
+    if not isinstance(arguments, dict):
+        return "it must be an object of names and values"
+    declared = frozenset().union(*map(argument_names, schemas))
+    for name in arguments:
+        if name not in declared:
+            known = ", ".join(sorted(declared)) or "none"
+            return f"no plugin of the engines reads {name!r:.64}; they read: {known}"
+    for schema in schemas:
+        own = own_arguments(arguments, schema)
+        if own and (problem := _problem(own, _read_schema(schema), "")):
+            return problem
+    return ""
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(constant)  # NaN and infinities, which Python reads though JSON has none
+
+
+@lru_cache(maxsize=64)
+def _read_schema(schema: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(schema)
+    return parsed
+
+
+def _check_keywords(schema: object, where: str, depth: int) -> None:
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"the schema of {where or 'the arguments'} must be an object, not {schema!r:.40}")
+    if not depth:
+        raise ValueError(f"the schema of {where} is nested more than {_MOST_NESTED} deep")
+    if unknown := sorted(map(str, schema.keys() - _KEYWORDS)):
+        known = ", ".join(sorted(_KEYWORDS - _WORDS))
+        raise ValueError(f"the schema of {where or 'the arguments'} has {unknown[0]}; checked are {known}")
+    kinds = _kinds(schema)
+    if wrong := [kind for kind in kinds if kind not in _TYPES]:
+        raise ValueError(f"the schema of {where} has the type {wrong[0]!r}; the types are {', '.join(_TYPES)}")
+    if not isinstance(schema.get("additionalProperties", False), bool):
+        raise ValueError(f"the schema of {where or 'the arguments'} must have additionalProperties true or false")
+    for name, part in schema.get("properties", {}).items():
+        _check_keywords(part, f"{where}.{name}".lstrip("."), depth - 1)
+    if "items" in schema:
+        _check_keywords(schema["items"], f"{where}[]", depth - 1)
+
+
+def _kinds(schema: Mapping[str, Any]) -> Iterable[str]:
+    kinds = schema.get("type", ())
+    return (kinds,) if isinstance(kinds, str) else kinds
+
+
+def _problem(value: Any, schema: Mapping[str, Any], where: str) -> str:
+    """Return why a value does not obey a schema; empty: it does."""
+    kinds = tuple(_kinds(schema))
+    if kinds and not any(_TYPES[kind](value) for kind in kinds):
+        return f"{where} must be of the type {' or '.join(kinds)}, not {json.dumps(value):.60}".lstrip()
+    if "enum" in schema and not any(value == each and type(value) is type(each) for each in schema["enum"]):
+        return f"{where} must be one of {json.dumps(schema['enum']):.200}, not {json.dumps(value):.60}"
+    for keyword, (kind, obeys, words) in _BOUNDS.items():
+        if keyword in schema and _TYPES[kind](value) and not obeys(value, schema[keyword]):
+            return f"{where} must be {words.format(schema[keyword])}"
+    if isinstance(value, list) and "items" in schema:
+        parts = ((f"{where}[{index}]", item, schema["items"]) for index, item in enumerate(value))
+        return next((found for at, item, rule in parts if (found := _problem(item, rule, at))), "")
+    return _problem_of_members(value, schema, where) if isinstance(value, dict) else ""
+
+
+def _problem_of_members(value: dict[str, Any], schema: Mapping[str, Any], where: str) -> str:
+    properties = schema.get("properties", {})
+    if missing := [name for name in schema.get("required", ()) if name not in value]:
+        return f"{where} needs {missing[0]}".lstrip()
+    for name, part in value.items():
+        at = f"{where}.{name}" if where else name
+        if name not in properties:
+            if schema.get("additionalProperties", True) is False:
+                return f"{at} is unknown"
+        elif found := _problem(part, properties[name], at):
+            return found
+    return ""

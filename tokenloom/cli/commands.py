@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -16,6 +16,7 @@ from tokenloom.process.uncollected_imports import uncollected_imports
 
 from .command import Command, CommandGroup, help_page, usage_errors, with_default
 
+_FLAG = "--plugins"
 _PLUGINS = "Plugins"
 """The panel of the commands of plugins."""
 Places = Mapping[str, tuple[str, ...]]
@@ -23,12 +24,23 @@ Places = Mapping[str, tuple[str, ...]]
 it is given: ``module:function``."""
 
 
+class PluggedCommands(NamedTuple):
+    """The commands of plugins.
+
+    Attributes:
+        name: Takes the value of ``--plugins``. Raises ``ValueError``.
+        places: Returns where the commands are, as ``module:function``, by name. Raises ``ValueError``.
+    """
+
+    name: Callable[[str], None]
+    places: Callable[[], Mapping[str, str]]
+
+
 class LazyCommands(MutableMapping[str, Any]):
     """Holds commands by name; looking one up imports its module."""
 
-    def __init__(self, package: str, places: Places, plugins: Callable[[], Mapping[str, str]] = dict) -> None:
-        """``plugins`` returns the places, as ``module:function``, of the commands of plugins, by name. It is asked for
-        a name that is not built in, and for all names. Raises ``ValueError``."""
+    def __init__(self, package: str, places: Places, plugins: PluggedCommands | None = None) -> None:
+        """``plugins`` is asked for a name that is not built in, and for all names; None: there are none."""
         self._plugins = plugins
         self._places = {
             _member(module).replace("_", "-"): (f"{package}.{module}", panel)
@@ -72,7 +84,7 @@ class LazyCommands(MutableMapping[str, Any]):
         """Return the commands of plugins. Raises ``typer.BadParameter`` for a package that is not there, and for a name
         that is built in."""
         try:
-            found = self._plugins()
+            found = self._plugins.places() if self._plugins is not None else {}
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--plugins") from None
         if taken := sorted(found.keys() & self._places.keys()):
@@ -80,13 +92,19 @@ class LazyCommands(MutableMapping[str, Any]):
         return found
 
 
-def lazy_group(package: str, places: Places, plugins: Callable[[], Mapping[str, str]] = dict) -> type[TyperGroup]:
+def lazy_group(package: str, places: Places, plugins: PluggedCommands | None = None) -> type[TyperGroup]:
     """Return a group whose commands are in these modules of a package, and those of ``plugins``."""
 
     class LazyGroup(TyperGroup):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
             self.commands: Any = LazyCommands(package, places, plugins)
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            # Not an option of typer's, which would import pydantic for its value at every start.
+            if plugins is not None and args and args[0].partition("=")[0] == _FLAG:
+                args = _named(plugins, args)
+            return super().parse_args(ctx, args)
 
         def list_commands(self, ctx: Any) -> list[str]:
             return list(self.commands)
@@ -115,6 +133,19 @@ def lazy_group(package: str, places: Places, plugins: Callable[[], Mapping[str, 
             formatter.write(help_page(self, ctx, self.commands.summaries()))
 
     return LazyGroup
+
+
+def _named(plugins: PluggedCommands, args: list[str]) -> list[str]:
+    """Take ``--plugins LIST`` from the beginning of a command line; return the rest. Raises ``typer.BadParameter``."""
+    flag, equals, value = args[0].partition("=")
+    rest = args[1:] if equals else args[2:]
+    if not (value := value if equals else "".join(args[1:2])):
+        raise typer.BadParameter("needs the names of packages, separated by commas", param_hint=flag)
+    try:
+        plugins.name(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from None
+    return rest
 
 
 def _built(command: Any, name: str, panel: str) -> Any:

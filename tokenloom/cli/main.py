@@ -14,7 +14,7 @@ with uncollected_imports():
     import typer
 
     from . import streams
-    from .commands import lazy_group
+    from .commands import PluggedCommands, lazy_group
 
 _GROUPS = {
     "Serve": ("serve.serve", "serve.run", "mesh.demo", "mesh.local_mesh:stop", "fetch"),
@@ -49,13 +49,21 @@ def _plugged_commands() -> dict[str, str]:
     return commands_of(check_plugins(_named or used_by(names, "cli"), "cli"))
 
 
+def _name_plugins(value: str) -> None:
+    """Note the packages whose commands are offered. Raises ``ValueError`` for one that brings none."""
+    from tokenloom.process.plugins import check_plugins
+
+    _named[:] = check_plugins([name.strip() for name in value.split(",")], "cli")
+
+
 COMPLETION_VARIABLE = "_TOKENLOOM_COMPLETE"
 """Set by the scripts of ``tokenloom completion`` when a shell asks; only then typer prepares the answers."""
 
 app = typer.Typer(
-    cls=lazy_group(__package__, _GROUPS, _plugged_commands),
+    cls=lazy_group(__package__, _GROUPS, PluggedCommands(_name_plugins, _plugged_commands)),
     help="Serve large language models as a mesh of small gRPC services.",
-    epilog="Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.",
+    epilog="--plugins LIST before a command: installed packages whose commands to offer, separated by commas. "
+    "Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.",
     no_args_is_help=True,
     # rich heeds the variable by itself; typer writes its colours to every terminal.
     context_settings={"color": False if os.environ.get("NO_COLOR") else None},
@@ -71,31 +79,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _name_plugins(value: str) -> str:
-    """Note the packages whose commands are offered. Raises ``typer.BadParameter`` for one that brings none."""
-    from tokenloom.process.plugins import check_plugins
-
-    try:
-        _named[:] = check_plugins([name.strip() for name in value.split(",")], "cli")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return value
-
-
 @app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    plugins: Annotated[
-        str | None,
-        typer.Option(
-            parser=_name_plugins,  # without one, typer imports pydantic at every start
-            is_eager=True,
-            metavar="LIST",
-            help="Installed packages whose commands to offer, separated by commas.",
-        ),
-    ] = None,
 ) -> None:
     """Handle options that stand before a command."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -109,6 +110,30 @@ async def test_a_stream_begins_while_its_request_waits_for_an_engine(socket_dir:
             lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
         choices = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
         assert [token for choice in choices for token in choice["token_ids"]] == mesh.expected([1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_stream_begins_before_its_gateway_knows_an_engine(socket_dir: Path, is_late: bool) -> None:
+    """``is_late``: its time is over before an engine comes, and the stream that has begun ends with an error."""
+    settings = {"ready_without_engines": True, "stream_head_after": 0.05, "request_timeout": 3.0 if is_late else 600.0}
+    mesh = Mesh(socket_dir, engines=0, gateway=settings)
+    async with asyncio.timeout(4 * SOON), mesh.running(), mesh.http() as http:
+        async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+            assert response.status_code == 200
+            await until_held(http, 1)
+            engine = mesh.new_engine(0)
+            if not is_late:
+                await engine.start()
+            lines = [line async for line in response.aiter_lines()]
+        assert ": keep-alive" in lines
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        if is_late:
+            assert "took longer than 3 s" in events[-1]["error"]["message"]
+        else:
+            choices = [choice for event in events for choice in event["choices"]]
+            assert [token for each in choices for token in each["token_ids"]] == mesh.expected([1, 2, 3], 5)
+            await engine.stop()
+        await until_held(http, 0)
 
 
 async def test_a_call_over_grpc_and_one_that_leaves_are_counted_while_they_wait(socket_dir: Path) -> None:

@@ -288,6 +288,30 @@ KEY_FIELD = "Idempotency-Key"
 """Names a request, so that a client may repeat it safely."""
 
 
+class EarlyStream:
+    """Begins the response to a request that waits for the first engine that its gateway knows: until then there is no
+    generation, and so no :class:`AnswerStream`."""
+
+    def __init__(self, exchange: HttpExchange, headers: Callable[[], HeaderPairs]) -> None:
+        """``headers``: makes those of the response, server-sent events."""
+        self._exchange = exchange
+        self._headers = headers
+        self._silent_seconds = 0.0
+
+    def look(self, head_after: float) -> None:
+        """See :class:`LiveStream`."""
+        exchange = self._exchange
+        self._silent_seconds += LOOK_SECONDS
+        if self._silent_seconds < (REPEAT_SECONDS if exchange.started else head_after):
+            return
+        self._silent_seconds = 0.0
+        if not exchange.started:
+            if exchange.can_begin:
+                exchange.begin(self._headers(), sse.KEEP_ALIVE)
+        elif exchange.response.is_open:
+            exchange.response.write(sse.KEEP_ALIVE)
+
+
 class GenerationApi(Protocol):
     """Reads the bodies of an API and makes its answers."""
 
@@ -308,6 +332,10 @@ class Opener(Protocol):
     @property
     def mesh_load(self) -> MeshLoad:
         """The engines' load, as last reported."""
+
+    @property
+    def knows_engines(self) -> bool:
+        """Whether an engine has served since the start: until one does, :meth:`open` waits for it."""
 
     def open(
         self, request: GenerateRequest, trace_headers: Headers = ..., token: ResumeToken = ...
@@ -340,9 +368,12 @@ class GenerationEndpoint:
         held = [await self.read(exchange)] if held is None else held
         options, token = held[0][1:]
         headers = trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
+        early = None if self.generator.knows_engines else self._begin_early(exchange, options)
         try:
             with exchange.until_disconnected():
                 async with self.generator.open(held.pop()[0], headers, token) as generation:
+                    if early is not None:
+                        self.silent.remove(early)
                     if log.isEnabledFor(logging.DEBUG):
                         RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                     answer = self.api.answer(generation, options)
@@ -354,6 +385,17 @@ class GenerationEndpoint:
                         await _whole(exchange, generation, answer, self._headers(exchange, options))
         except errors.InvalidArgument as error:
             raise error.renamed(options.field_names) from error
+        finally:
+            if early is not None:
+                self.silent.remove(early)
+
+    def _begin_early(self, exchange: HttpExchange, options: AnswerOptions) -> EarlyStream | None:
+        """Return what keeps a stream alive while no engine is known; None: the client skips nothing before output."""
+        if not options.stream or self.stream_headers is not sse.HEADERS:
+            return None
+        early = EarlyStream(exchange, partial(self._stream_headers, exchange, options))
+        self.silent.add(early)
+        return early
 
     async def read(self, exchange: HttpExchange) -> ReadRequest:
         """Return what the body asks for, and which request of the mesh it is."""

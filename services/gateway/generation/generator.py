@@ -113,6 +113,11 @@ class Generator:
         """The engines' load, as last reported."""
         return self._links.view.load()
 
+    @property
+    def knows_engines(self) -> bool:
+        """Whether an engine has served since the start."""
+        return self._links.view.limits is not None
+
     @asynccontextmanager
     async def open(
         self,

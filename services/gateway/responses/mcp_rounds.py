@@ -58,6 +58,11 @@ class McpGenerator:
         """As :attr:`Generator.mesh_load`."""
         return self.generator.mesh_load
 
+    @property
+    def knows_engines(self) -> bool:
+        """As :attr:`Generator.knows_engines`."""
+        return self.generator.knows_engines
+
     @asynccontextmanager
     async def open(
         self,

@@ -18,8 +18,7 @@ from ..device import memory
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
 from ..device.device_link import CUDALink
 from ..kernels.library import uses_triton
-from ..kv_connector.cuda_ipc import CudaIpc
-from ..kv_connector.device_pool import copy_with_torch, make_device_pool
+from ..kv_connector.device_pool import CudaIpc, copy_with_torch, make_device_pool
 from ..sampler.device.device_sampler import DeviceSampler
 
 # Pools fill lazily: four engines that each planned half of what was free promised 39.9 GiB on a host with 20 free,

@@ -15,8 +15,7 @@ from tests.gpu_check import llama_8b
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import CPU, GPU, Target
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVReader, KVTransferError
-from tokenloom.gpu_worker.kv_connector.cuda_ipc import CudaIpc
-from tokenloom.gpu_worker.kv_connector.device_pool import copy_with_torch, make_device_pool
+from tokenloom.gpu_worker.kv_connector.device_pool import CudaIpc, copy_with_torch, make_device_pool
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 
 _NAMES = ("cuda", "shm", "socket")

@@ -59,6 +59,7 @@ _MODULE_NAME = re.compile(r"tokenloom(\.[a-z_][a-z0-9_]*)+")
 EXTRA_LIBRARIES = {
     "tokenloom.engine_core.structured_output.llguidance_backend": {"llguidance"},
     "tokenloom.engine_core.structured_output.xgrammar_backend": {"xgrammar"},
+    "tokenloom.engine_core.executor.ray_cluster": {"ray"},
     "tokenloom.engine_core.executor.ray_executor": {"ray"},
 }
 

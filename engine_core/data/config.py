@@ -327,7 +327,8 @@ class KVConfig(Struct, frozen=True):
     ] = ()
     socket_listen: Annotated[
         str,
-        "Address (host:port) of the transport socket; empty: only engines on this host can read.",
+        "Address (host:port) of the transport socket; empty: only engines on this host can read. Workers on Ray listen "
+        "at the addresses of their machines instead, on ports that the system chooses.",
         Meta(extra={"name": "kv_socket_listen"}),
     ] = ""
     socket_advertise: Annotated[

@@ -6,6 +6,7 @@ from tokenloom.process.plugins import load
 
 from ..data.config import EngineConfig
 from ..fake_workers.timed_worker import TimedWorker
+from ..kv_transfer.pool_parts import PartTransport
 from .executor import Executor
 from .multiproc import MultiprocExecutor
 from .uniproc import ThreadedExecutor, TimedExecutor, UniProcExecutor
@@ -13,10 +14,13 @@ from .worker import Worker
 
 
 def make_executor(
-    config: EngineConfig, make_worker: Callable[[EngineConfig], Worker], worker_command: Sequence[str] = ()
+    config: EngineConfig,
+    make_worker: Callable[[EngineConfig], Worker],
+    worker_command: Sequence[str] = (),
+    make_transport: Callable[[EngineConfig, str], PartTransport] | None = None,
 ) -> Executor:
     """Return the executor that ``config`` names, over a worker that ``make_worker`` makes or processes that
-    ``worker_command`` starts.
+    ``worker_command`` starts. ``make_transport``: as for :class:`.ray_executor.RayExecutor`.
 
     Raises ``ValueError`` for a setting that does not work.
     """
@@ -31,7 +35,7 @@ def make_executor(
     if backend == "ray":
         from .ray_executor import RayExecutor  # here, because it is an extra that takes seconds to import
 
-        return RayExecutor(config, make_worker)
+        return RayExecutor(config, make_worker, make_transport)
     if backend != "uni" or world_size > 1:
         raise ValueError(f"distributed_executor_backend is {backend!r}; use uni for one worker, mp or ray for several")
     worker = make_worker(config)

@@ -2,13 +2,19 @@
 
 The pools of workers in processes of their own are one shared memory, of which each rank has an equal part. The core's
 process makes the memory, and moves blocks in and out of it. A worker inherits its descriptor, lays its cache out in its
-part, and reports where the blocks are. To other engines the parts are one pool, whose block i is block i of every rank.
+part, and reports where the blocks are. Workers on several machines have memories of their own instead, and move blocks
+themselves. To other engines the parts are one pool, whose block i is block i of every rank.
 
 A call that only some ranks have made is an error of its own kind.
 """
 
+import contextlib
+import dataclasses
+import functools
+import itertools
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -17,9 +23,11 @@ from ..data.config import EngineConfig
 from ..data.errors import ExecutorFailedError, PeerLostError, RanksDifferError, WorkerLostError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
+from ..data.kv_messages import KVTarget
 from ..data.model_info import ModelInfo
 from ..kv_cache.pool_memory import PoolMemory, create_memfd, whole_pages
-from ..kv_transfer.kv_transport import KVPool, KVRegion
+from ..kv_transfer.kv_transport import BlockIds, KVPool, KVRegion, KVTransferError, MemoryApart, PartsEndpoint
+from ..kv_transfer.pool_parts import PartAnswer, PartChecksums, PartForget, PartMessage, PartRead, PartSums
 from .worker import Worker
 
 
@@ -35,6 +43,8 @@ class RankPool(msgspec.Struct, frozen=True):
     """As in :class:`..kv_transfer.kv_transport.KVPool`."""
     warm_up: WarmUp = WarmUp()
     """What the rank computed after it had made the pool."""
+    endpoint: bytes = b""
+    """Where the rank serves its part, if it is on a machine of its own."""
 
 
 def make_rank_pool(worker: Worker, kv_cache: KVCacheConfig, memory: PoolMemory) -> RankPool:
@@ -76,21 +86,7 @@ class RankPools:
         Raises ``ValueError`` if the ranks differ in their number of blocks or slots.
         """
         assert self._memory is not None, "allocate comes first"
-        counts = {(part.num_blocks, part.num_slots) for part in parts}
-        if len(counts) != 1:
-            raise ValueError(f"the ranks' KV pools have {sorted(counts)} blocks and slots; all need the same numbers")
-        num_blocks, num_slots = counts.pop()
-        count = len(parts) // self._num_copies
-        regions, *copies = (
-            tuple(
-                KVRegion(rank * self._part_bytes + region.offset, region.block_bytes, region.is_state)
-                for rank in range(first, first + count)
-                for region in parts[rank].regions
-            )
-            for first in range(0, len(parts), count)
-        )
-        layout = merged_layout([part.layout for part in parts[:count]])
-        return KVPool(self._memory, regions, num_blocks, layout, num_slots, tuple(copies))
+        return _merged_pool(self._memory, self._part_bytes, parts, self._num_copies)
 
     def close(self) -> None:
         """Close the descriptors; views of the memory stay valid. Idempotent."""
@@ -99,6 +95,127 @@ class RankPools:
             self.fd = -1
         if self._memory is not None:
             self._memory.close()
+
+
+def _merged_pool(
+    memory: PoolMemory | MemoryApart, part_bytes: int, parts: Sequence[RankPool], num_copies: int
+) -> KVPool:
+    """Return the pool whose parts begin at multiples of ``part_bytes``. Raises as :meth:`RankPools.merge`."""
+    counts = {(part.num_blocks, part.num_slots) for part in parts}
+    if len(counts) != 1:
+        raise ValueError(f"the ranks' KV pools have {sorted(counts)} blocks and slots; all need the same numbers")
+    num_blocks, num_slots = counts.pop()
+    count = len(parts) // num_copies
+    regions, *copies = (
+        tuple(
+            KVRegion(rank * part_bytes + region.offset, region.block_bytes, region.is_state)
+            for rank in range(first, first + count)
+            for region in parts[rank].regions
+        )
+        for first in range(0, len(parts), count)
+    )
+    layout = merged_layout([part.layout for part in parts[:count]])
+    return KVPool(memory, regions, num_blocks, layout, num_slots, tuple(copies))
+
+
+Send = Callable[[Sequence[bytes]], Callable[[], Sequence[bytes]]]
+"""Sends a message of :mod:`..kv_transfer.pool_parts` to each of the first workers, and returns what waits for their
+answers. Both raise ``ExecutorFailedError`` or ``ValueError`` if a worker fails."""
+
+
+class RankParts(MemoryApart):
+    """Holds the parts of a pool that workers on several machines keep, each of which serves its own."""
+
+    def __init__(self, send: Send, parts: Sequence[RankPool], part_bytes: int, num_copies: int = 1) -> None:
+        """``parts``: of all ranks, with their endpoints; ``num_copies``: as for :class:`RankPools`."""
+        self._send = send
+        self._world_size = len(parts)
+        self._count = len(parts) // num_copies
+        own = parts[: self._count]
+        self._layout = merged_layout([part.layout for part in own])
+        self._firsts = list(itertools.accumulate((len(part.regions) for part in own), initial=0))
+        self.nbytes = part_bytes * len(parts)
+        served = PartsEndpoint([(part.endpoint, part.layout, len(part.regions)) for part in own])
+        self.endpoints = {"socket": msgspec.msgpack.encode(served)}
+
+    def read(self, target: KVTarget, block_ids: BlockIds, *, checksum: bool, tears: bool) -> list[int]:
+        ids = [int(block_id) for block_id in block_ids]
+        orders: list[PartMessage] = []
+        for rank in range(self._world_size):  # those that have copies of a part read it too
+            number = rank % self._count
+            orders.append(PartRead(target, ids, self._layout, number, self._firsts[number], checksum, tears))
+        answers = self._ask(orders)
+        return _joined_sums([found for answer in answers for found in answer.sums]) if checksum else []
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        answers = self._ask([PartChecksums(list(block_ids))] * self._count)
+        parts = [replace(answer.sums[0], numbers=[number]) for number, answer in enumerate(answers)]
+        return _joined_sums(parts)
+
+    def interrupt(self, target: KVTarget) -> None:
+        self._tell(PartForget(endpoint=target.endpoint))
+
+    def forget(self, owners: Sequence[str]) -> None:
+        self._tell(PartForget(list(owners)))
+
+    def close(self) -> None:
+        self._tell(PartForget())
+
+    def _ask(self, messages: Sequence[PartMessage]) -> list[PartAnswer]:
+        try:
+            found = self._send([msgspec.msgpack.encode(message) for message in messages])()
+        except (ValueError, ExecutorFailedError) as error:
+            raise KVTransferError("transport", f"a worker: {error}") from error
+        answers = [msgspec.msgpack.decode(answer, type=PartAnswer) for answer in found]
+        failures = [(rank, answer) for rank, answer in enumerate(answers) if answer.failure]
+        if failures:
+            # Any other reason than a lost connection stays, however often the blocks are asked for.
+            rank, worst = min(failures, key=lambda each: each[1].failure == "transport")
+            raise KVTransferError(worst.failure, f"worker {rank}: {worst.detail}")
+        return answers
+
+    def _tell(self, message: PartForget) -> None:
+        with contextlib.suppress(ValueError, ExecutorFailedError):  # of workers that are lost nothing is open
+            self._send([msgspec.msgpack.encode(message)] * self._world_size)
+
+
+def parts_pool(send: Send, parts: Sequence[RankPool], nbytes: int, num_copies: int) -> KVPool:
+    """Return the pool whose parts, of ``nbytes`` each, these ranks serve. Raises as :meth:`RankPools.merge`."""
+    part_bytes = whole_pages(nbytes)
+    pool = _merged_pool(RankParts(send, parts, part_bytes, num_copies), part_bytes, parts, num_copies)
+    return dataclasses.replace(pool, copies=())  # whose ranks read for themselves
+
+
+def _joined_sums(parts: Sequence[PartSums]) -> list[int]:
+    """Return the CRC-32 of each block from those of its parts. Raises :class:`KVTransferError` (``checksum``) if two
+    workers have read different bytes of one part."""
+    by_number: dict[int, PartSums] = {}
+    for part in parts:
+        for number in part.numbers:
+            if by_number.setdefault(number, part).sums != part.sums:
+                raise KVTransferError("checksum", f"two workers have different bytes of part {number}")
+    first, *others = (by_number[number] for number in range(len(by_number)))
+    sums = list(first.sums)
+    for part in others:
+        columns = zip(sums, part.sums, part.nbytes, strict=True)
+        sums = [crc_of_both(one, other, nbytes) for one, other, nbytes in columns]
+    return sums
+
+
+def crc_of_both(first: int, second: int, nbytes: int) -> int:
+    """Return the CRC-32 of bytes with the checksum ``first``, followed by ``nbytes`` with the checksum ``second``."""
+    for bit, shifted in enumerate(_shifted_bits(nbytes)):
+        if first >> bit & 1:
+            second ^= shifted
+    return second
+
+
+@functools.lru_cache(maxsize=64)
+def _shifted_bits(nbytes: int) -> list[int]:
+    """Return what each bit of a checksum becomes behind ``nbytes``: the map is linear, apart from a constant."""
+    zeros = bytes(nbytes)
+    constant = zlib.crc32(zeros)
+    return [zlib.crc32(zeros, 1 << bit) ^ constant for bit in range(32)]
 
 
 def merged_layout(layouts: Sequence[str]) -> str:

@@ -5,12 +5,11 @@ Ray carries the calls; what they hold is msgpack, as elsewhere.
 
 import math
 import os
-import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,96 +22,35 @@ from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
 from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput, await_output
 from ..kv_cache.pool_memory import PoolMemory
+from ..kv_transfer.kv_copier import NUM_THREADS
 from ..kv_transfer.kv_transport import KVPool
+from ..kv_transfer.pool_parts import PartMessage, PartTransport, WorkerPart
 from ..wire.frames import Decoder, Frame, encode, from_raw, to_raw
 from .executor import PoolSpec, call_worker
-from .ranks import RankPool, RankPools, joined_results, make_rank_pool, merged_info, most_in_flight, rank_config
+from .ranks import (
+    RankPool,
+    RankPools,
+    joined_results,
+    make_rank_pool,
+    merged_info,
+    most_in_flight,
+    parts_pool,
+    rank_config,
+)
+from .ray_cluster import WorkerLiveness, connect, gpus_of_worker, node_address, open_lifeline, reserve
 from .worker import Worker
-from .worker_liveness import WorkerLiveness, open_lifeline
 
-_PLACEMENT_SECONDS = 60.0
-"""How long the cluster may take to make room for the workers."""
-_SHARE_OF_NODE = 0.001
-"""Of the resource that names a node: a bundle that asks for a share of it is placed there."""
-
-
-def connect(option: str = "distributed_executor_backend") -> Any:
-    """Join the Ray cluster and return the library. ``option``: which one asks for it, for errors.
-
-    Raises ``ValueError`` without Ray or a cluster.
-    """
-    on_terminate = signal.getsignal(signal.SIGTERM)
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ModuleNotFoundError:
-        raise ValueError(f'{option} ray needs Ray; install it with: pip install "tokenloom[ray]"') from None
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", log_to_driver=False)
-        except ConnectionError as error:
-            raise ValueError(
-                f"{option}: there is no Ray cluster; start one with `ray start --head`, and join "
-                f"other machines with `ray start --address HOST:6379` ({error})"
-            ) from None
-    # Ray's own handler ends the process in the middle of its requests.
-    if on_terminate is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_terminate)
-    return ray
+MakePartTransport = Callable[[EngineConfig, str], PartTransport]
+"""Makes the transport of a worker that serves its part of a pool at an address of its machine."""
+_KV_CALLS = {"kv": NUM_THREADS + 1}
+"""The group of calls that run next to steps: as many as the core's threads that copy, and one that ends theirs."""
 
 
-def node_address() -> str:
-    """Return the address of this actor's node, at which the other nodes reach it."""
-    import ray
-
-    util: Any = ray.util  # without types
-    address: str = util.get_node_ip_address()
-    return address
-
-
-def reserve(ray: Any, count: int, gpus: int, *, on_this_machine: bool = False, what: str = "workers") -> Any:
-    """Return a placement group with a bundle for each of ``count`` workers, as soon as the cluster has made room.
-
-    ``what``: names in errors what gets a bundle. Raises ``ExecutorFailedError`` if the cluster has no room.
-    """
-    bundle: dict[str, float] = {"CPU": 1, "GPU": gpus}
-    if on_this_machine:
-        # Ray has no rule "on this node" for placement groups, but each node owns a resource of its name, of which a
-        # thousandth is enough.
-        bundle[f"node:{ray.util.get_node_ip_address()}"] = _SHARE_OF_NODE
-    group = ray.util.placement_group([bundle] * count)
-    if group.wait(_PLACEMENT_SECONDS):
-        return group
-    resources = ray.available_resources()
-    ray.util.remove_placement_group(group)
-    free = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
-    where = " on the machine of the engine, where all must be because KV moves" if on_this_machine else ""
-    with_gpus = f" and {gpus} GPUs" if gpus > 1 else " and a GPU" if gpus else ""
-    raise ExecutorFailedError(
-        f"the Ray cluster has no room for {count} {what} with a CPU{with_gpus} each{where}; "
-        f"free in the cluster are {free}"
-    )
-
-
-def gpus_of_worker(config: EngineConfig, cluster: Mapping[str, float]) -> int:
-    """Return how many GPUs each worker gets.
-
-    Args:
-        config: Of the engine.
-        cluster: What the nodes that have joined the Ray cluster have, by kind.
-
-    Raises ``ValueError`` if the device is to be chosen, and none of these nodes has a GPU: one that has may join later,
-    and the machine of the engine's core need not have what the workers have.
-    """
-    worker = config.worker
-    if worker.worker != "model":
-        return 0
-    if worker.device == "auto" and not cluster.get("GPU"):
-        raise ValueError(
-            "device: no node that has joined the Ray cluster has a GPU, and others may join later; say which workers "
-            "to wait for: cpu or cuda, instead of auto"
-        )
-    return int(worker.device != "cpu")
+def serves_parts(config: EngineConfig) -> bool:
+    """Return whether each worker on Ray keeps a KV pool of its own and serves it, so that it may be on any machine:
+    other engines read over the network, and nothing else needs the pool in the memory of the core's machine."""
+    kv = config.kv
+    return kv.transports == ("socket",) and bool(kv.socket_listen) and not kv.offload_path
 
 
 class SampleMessage(msgspec.Struct, array_like=True, gc=False):
@@ -129,7 +67,7 @@ class RayPlace(NamedTuple):
     rendezvous: str
     """``HOST:PORT`` with a port of the node that was free a moment ago."""
     lifeline: tuple[str, int]
-    """Host and port of the actor's listener, as in :mod:`.worker_liveness`."""
+    """Host and port of the actor's listener, as in :mod:`.ray_cluster`."""
 
 
 class RayWorker:
@@ -142,6 +80,7 @@ class RayWorker:
         self._steps = Decoder[SchedulerOutput](SchedulerOutput)
         self._samples = Decoder[SampleMessage](SampleMessage)
         self._lifeline: socket.socket | None = None
+        self._part: WorkerPart | None = None
 
     def place(self) -> RayPlace:
         """Return where the actor is. Called once."""
@@ -192,6 +131,21 @@ class RayWorker:
         config = msgspec.msgpack.decode(kv_cache, type=KVCacheConfig)
         return msgspec.msgpack.encode(make_rank_pool(self._require(), config, memory))
 
+    def make_part(self, make_transport: MakePartTransport, config: bytes, nbytes: int, kv_cache: bytes) -> bytes:
+        """Make the KV pool in memory of this machine, and serve it to other engines. Takes an ``EngineConfig`` and a
+        ``KVCacheConfig``, and returns a ``RankPool``, in msgpack."""
+        worker = self._require()
+        decoded = msgspec.msgpack.decode(kv_cache, type=KVCacheConfig)
+        made = make_rank_pool(worker, decoded, PoolMemory.allocate(nbytes, shared=False))
+        transport = make_transport(msgspec.msgpack.decode(config, type=EngineConfig), node_address())
+        self._part = WorkerPart(worker.kv_pool(), transport)
+        return msgspec.msgpack.encode(replace(made, endpoint=self._part.serve()))
+
+    def move_kv(self, message: bytes) -> bytes:
+        """Answer a ``PartMessage`` with a ``PartAnswer``, both in msgpack. Runs next to steps."""
+        assert self._part is not None, "make_part comes first"
+        return msgspec.msgpack.encode(self._part.answer(msgspec.msgpack.decode(message, type=PartMessage)))
+
     def _require(self) -> Worker:
         assert self._worker is not None, "start comes first"
         return self._worker
@@ -214,7 +168,8 @@ class RayOutput:
 class RayExecutor:
     """Implements ``Executor``. Every rank gets every message, in the same order.
 
-    Where KV moves, all workers are on the machine of this process, which makes the memory of their pools, as
+    Where KV moves over sockets, each worker serves its part of the pool, as :class:`.ranks.RankParts` says. Where it
+    moves in another way, all workers are on the machine of this process, which makes the memory of their pools, as
     :class:`.ranks.RankPools` says: transports read and write it here.
 
     A worker that ends is not replaced: the engine ends with it, and its requests go on in another one.
@@ -223,8 +178,14 @@ class RayExecutor:
         nodes: Ids of the nodes on which the workers are, by rank.
     """
 
-    def __init__(self, config: EngineConfig, make_worker: Callable[[EngineConfig], Worker]) -> None:
-        """Start an actor for each worker. ``make_worker``: a function that every node can import.
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_worker: Callable[[EngineConfig], Worker],
+        make_transport: MakePartTransport | None = None,
+    ) -> None:
+        """Start an actor for each worker. ``make_worker`` and ``make_transport``: functions that every node can import;
+        without the second no worker serves its part.
 
         Raises ``ValueError`` without Ray or a cluster, ``ExecutorFailedError`` if the cluster has no room.
         """
@@ -238,9 +199,12 @@ class RayExecutor:
         self._lock = threading.Lock()
         self._group: Any = None
         self._liveness: WorkerLiveness | None = None
-        moves_kv = bool(config.kv.transports or config.kv.offload_path)
+        self._moves_kv = bool(config.kv.transports or config.kv.offload_path)
+        self._make_transport = make_transport if serves_parts(config) else None
+        self._config = config
         self._num_copies = config.parallel.prefill_context_parallel_size
-        self._pools = RankPools(config.parallel.world_size, self._num_copies) if moves_kv else None
+        is_shared = self._moves_kv and self._make_transport is None
+        self._pools = RankPools(config.parallel.world_size, self._num_copies) if is_shared else None
         self._pool: KVPool | None = None
         self.nodes: list[str] = []
         self.actors: list[Any] = []
@@ -275,6 +239,8 @@ class RayExecutor:
             self._group, placement_group_bundle_index=place
         )
         actor = self._ray.remote(RayWorker)
+        if self._make_transport is not None:
+            actor = self._ray.remote(concurrency_groups=_KV_CALLS)(RayWorker)
         return actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy).remote()
 
     def load_model(self) -> ModelInfo:
@@ -292,6 +258,8 @@ class RayExecutor:
         return max(warm_ups, key=lambda warm_up: warm_up.seconds)
 
     def _make_pools(self, kv_cache: KVCacheConfig, pool: PoolSpec) -> list[RankPool]:
+        if self._make_transport is not None:
+            return self._make_parts(kv_cache, pool, self._make_transport)
         assert self._pools is not None, "the configuration at start moves KV"
         # Ray's own daemon starts the workers, so they inherit no descriptor from here; a path in /proc reaches the
         # memory.
@@ -301,6 +269,23 @@ class RayExecutor:
         parts = [msgspec.msgpack.decode(answer, type=RankPool) for answer in self._get(answers)]
         self._pool = self._pools.merge(parts)
         return parts
+
+    def _make_parts(self, kv_cache: KVCacheConfig, pool: PoolSpec, make_transport: MakePartTransport) -> list[RankPool]:
+        config, raw = msgspec.msgpack.encode(self._config), bytes(to_raw(kv_cache))
+        answers = [actor.make_part.remote(make_transport, config, pool.nbytes, raw) for actor in self.actors]
+        parts = [msgspec.msgpack.decode(answer, type=RankPool) for answer in self._get(answers)]
+        self._pool = parts_pool(self._move_kv, parts, pool.nbytes, self._num_copies)
+        return parts
+
+    def _move_kv(self, messages: Sequence[bytes]) -> Callable[[], list[bytes]]:
+        """Send a message to each of the first workers, as :data:`.ranks.Send` says. Called by any thread."""
+        self._check_alive()
+        (group,) = _KV_CALLS
+        answers = [
+            actor.move_kv.options(concurrency_group=group).remote(message)
+            for actor, message in zip(self.actors, messages, strict=False)
+        ]
+        return lambda: self._get(answers)
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "initialize_kv_cache comes first, with a PoolSpec"
@@ -366,7 +351,7 @@ class RayExecutor:
         """Wait for the output of a step, and for errors of all ranks: one that fails leaves the others waiting. Where
         KV moves, wait for all ranks: no transfer may touch a block while any of them computes with it."""
         output = answers[self._output_rank]
-        return self._outputs.decode(self._collect(answers, answers if self._pools else [output])[output])
+        return self._outputs.decode(self._collect(answers, answers if self._moves_kv else [output])[output])
 
     def _send(self, method: str, message: object) -> list[Any]:
         self._check_alive()

@@ -6,13 +6,17 @@ exchange no block.
 """
 
 import contextlib
+import functools
+import itertools
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from ..data.kv_groups import KVPart, common_layout, distinct, read_parts, shared
@@ -20,7 +24,17 @@ from ..data.kv_messages import KVTarget
 from ..kv_cache.pool_memory import PoolMemory
 from .block_loads import CopyTask
 from .failpoints import Failpoints
-from .kv_transport import BlockIds, Bytes, IntArray, KVPool, KVReader, KVRegion, KVTransferError, KVTransport
+from .kv_transport import (
+    BlockIds,
+    Bytes,
+    IntArray,
+    KVPool,
+    KVReader,
+    KVRegion,
+    KVTransferError,
+    KVTransport,
+    MemoryApart,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +54,33 @@ _PLANES = 2
 class DividedPool:
     """Copies blocks between a pool of this engine and one of another layout. Any thread may use it."""
 
-    def __init__(self, pool: KVPool, layout: str) -> None:
-        """``layout``: of the other pool. Raises :class:`KVTransferError` (``layout``) if the two cannot be joined."""
-        ours, theirs = read_parts(pool.layout), read_parts(layout)
+    def __init__(self, pool: KVPool, layout: str, own: tuple[str, int] | None = None) -> None:
+        """
+        Args:
+            pool: Of this engine, or the part of it that one of its workers has.
+            layout: Of the other pool.
+            own: The layout of this engine's whole pool, and which part of it ``pool`` is; None: it is all of it.
+
+        Raises :class:`KVTransferError` (``layout``) if the two cannot be joined.
+
+        Attributes:
+            sources: Which parts of the other pool are read, by their numbers: those of which the worker keeps some.
+            ranges: Where the regions of these parts are in the other pool.
+        """
+        whole, number = own or (pool.layout, None)
+        ours, theirs = read_parts(whole), read_parts(layout)
         if not ours or not theirs or ours[0].layout != theirs[0].layout or pool.device is not None:
-            raise KVTransferError("layout", f"the owner's blocks are {layout}, this engine's {pool.layout}")
+            raise KVTransferError("layout", f"the owner's blocks are {layout}, this engine's {whole}")
         self._pool = pool
+        self.sources = list(range(len(theirs)))
+        if number is not None:
+            ours = [ours[number]]
+            self.sources = [
+                each for each in distinct(theirs).values() if all(map(shared, theirs[each].box, ours[0].box))
+            ]
+        ends = np.cumsum([0, *(_PLANES * len(part.box[0]) for part in theirs)]).tolist()
+        self.ranges = [range(ends[each], ends[each + 1]) for each in self.sources]
+        theirs = [theirs[each] for each in self.sources]
         self._ours, self._theirs = ours, theirs
         row_bytes = pool.regions[0].block_bytes // _rows(ours[0])
         sizes = [_rows(part) * row_bytes for part in theirs for _ in range(_PLANES * len(part.box[0]))]
@@ -63,6 +98,33 @@ class DividedPool:
                 places = np.arange(len(target[batch]))
                 reader.read(source[batch], places, staged)
                 _copy(staged, self._theirs, places, self._pool, self._ours, target[batch])
+
+    def read_part(
+        self, reader: KVReader, source_ids: BlockIds, target_ids: BlockIds, *, tears: bool
+    ) -> tuple[list[int], list[list[int]]]:
+        """Read what a worker keeps of blocks, as :meth:`read`.
+
+        Returns for each of :attr:`sources` the bytes of a block of it, and the CRC-32 of each of these blocks, with
+        what the worker keeps of it as it lies in its part. ``tears``: as for :meth:`.kv_transport.MemoryApart.read`.
+        """
+        source, target = np.asarray(source_ids), self._pool.checked(target_ids)
+        views, sums = self._regions_of_sources(), [list[int]() for _ in self.sources]
+        with self._staging() as staged:
+            for batch in self._batches(len(target)):
+                places = np.arange(len(target[batch]))
+                reader.read(source[batch], places, staged)
+                _copy(staged, self._theirs, places, self._pool, self._ours, target[batch])
+                if tears and batch.stop >= len(target):
+                    self._pool.damage(int(target[-1]))
+                # Back over what was read: a checksum of the staged bytes alone would not notice a torn copy.
+                _copy(self._pool, self._ours, target[batch], staged, self._theirs, places)
+                for regions, found in zip(views, sums, strict=True):
+                    found += replace(staged, regions=regions).checksums(places.tolist())
+        return [sum(region.block_bytes for region in regions) for regions in views], sums
+
+    def _regions_of_sources(self) -> list[tuple[KVRegion, ...]]:
+        ends = np.cumsum([0, *map(len, self.ranges)]).tolist()
+        return [self._regions[begin:end] for begin, end in itertools.pairwise(ends)]
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """Return the CRC-32 of blocks of this engine, as the owner computes them."""
@@ -202,6 +264,8 @@ class KVCopier:
 
     def interrupt(self, target: KVTarget) -> None:
         """End the read from this target, with an error."""
+        if self._pool.apart is not None:
+            self._pool.apart.interrupt(target)
         self._forget(target)
 
     def close(self) -> None:
@@ -211,6 +275,8 @@ class KVCopier:
             readers, self._readers = list(self._readers.values()), {}
         for reader in readers:
             reader.close()
+        if self._pool.apart is not None:
+            self._pool.apart.close()
 
     def forget_owners(self, owners: Iterable[str]) -> None:
         """Close what was opened to these incarnations of engines, for which no new copy comes."""
@@ -221,6 +287,8 @@ class KVCopier:
             readers = [self._readers.pop(key) for key in list(self._readers) if key[0] in left]
         for reader in readers:
             reader.close()
+        if left and self._pool.apart is not None:
+            self._pool.apart.forget(sorted(left))
 
     def _submit(self, work: Callable[[], None]) -> None:
         with self._lock:  # the thread that steps closes while the KV thread still runs
@@ -230,8 +298,8 @@ class KVCopier:
     def _run(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
         try:
             with self._ending(task.target.owner):
-                self._copy(task)
-            done(self._checksums_of(task) if self._checksum else [], None)
+                sums = self._copy(task)
+            done(sums if sums is not None else self._checksums_of(task) if self._checksum else [], None)
         except KVTransferError as error:
             log.warning("copying KV failed: %s", error)
             done([], error)
@@ -252,13 +320,15 @@ class KVCopier:
                 self._left -= left
             self.forget_owners(left)
 
-    def _copy(self, task: CopyTask) -> None:
+    def _copy(self, task: CopyTask) -> list[int] | None:
+        """Copy a batch. Returns its checksums if workers on other machines have copied it."""
         if self._failpoints.fires("slow_copy"):
             time.sleep(0.05)
         if self._failpoints.fires("copy_fails"):
             raise KVTransferError("transport", "failpoint")
+        read = self._read if self._pool.apart is None else functools.partial(self._read_apart, self._pool.apart)
         try:
-            self._read(task)
+            return read(task)
         except Exception as error:
             self._forget(task.target)
             # Another layout, prompt or lease stays wrong however often it is asked for; only a connection may be
@@ -266,9 +336,18 @@ class KVCopier:
             if not isinstance(error, KVTransferError) or error.reason != "transport" or not task.is_wanted:
                 raise
             # Retry once over a new connection: the old one may have been closed while it was idle.
-            self._read(task)
-        if self._failpoints.fires("torn_copy"):
-            self._pool.damage(task.block_ids[-1])
+            return read(task)
+
+    def _read_apart(self, memory: MemoryApart, task: CopyTask) -> list[int]:
+        target = msgspec.structs.replace(
+            task.target,
+            block_ids=task.source_ids,
+            generations=[],
+            checksums=[],
+            layout=task.target.layout or self._common,
+        )
+        tears = self._failpoints.fires("torn_copy")
+        return memory.read(target, task.block_ids, checksum=self._checksum, tears=tears)
 
     def _read(self, task: CopyTask) -> None:
         # First: layouts that cannot be joined need no connection.
@@ -279,6 +358,8 @@ class KVCopier:
         else:
             divided.read(reader, task.source_ids, task.block_ids)
         self._pool.spread(task.block_ids)
+        if self._failpoints.fires("torn_copy"):
+            self._pool.damage(task.block_ids[-1])
 
     def _checksums_of(self, task: CopyTask) -> list[int]:
         divided = self._divided(task.target)

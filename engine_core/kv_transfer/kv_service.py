@@ -308,6 +308,9 @@ class Endpoints:
     def serve(self, pool: KVPool) -> None:
         """Serve the pool over all transports that need not wait for a reader."""
         self._pool = pool
+        if pool.apart is not None:
+            self._endpoints.update(pool.apart.endpoints)
+            return
         for transport in self._transports:
             # nixl's agent with its polling thread kept 0.7 to 2 cores of an idle prefill and decode pair busy; made on
             # demand and without that thread, the pair uses 0.03.

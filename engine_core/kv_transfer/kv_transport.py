@@ -8,6 +8,7 @@ A slot, which holds the states of the layers that keep one, moves as a block doe
 is the number of blocks of its pool plus its own number.
 """
 
+import abc
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..data.kv_messages import LEASE_ENDS
+from ..data.kv_messages import LEASE_ENDS, KVTarget
 from ..kv_cache.pool_memory import Bytes as Bytes
 from ..kv_cache.pool_memory import DeviceMemory, PoolMemory
 
@@ -55,15 +56,60 @@ class KVRegion(msgspec.Struct, frozen=True, array_like=True):
     """Whether slots lie here, and no blocks."""
 
 
+class PartsEndpoint(msgspec.Struct, array_like=True, tag="parts"):
+    """Says where the workers of an engine serve the parts of its pool, each from its own machine: an endpoint of the
+    transport ``socket``."""
+
+    parts: list[tuple[bytes, str, int]]
+    """For each part, in order of the pool's regions: its endpoint, its layout, and how many regions it has."""
+
+
+class MemoryApart(abc.ABC):
+    """Holds the parts of a pool in the memories of workers on other machines, which copy blocks by themselves. Methods
+    may be called by any thread, and raise :class:`KVTransferError`."""
+
+    nbytes: int
+    """The size of all parts, in bytes."""
+    endpoints: dict[str, bytes]
+    """By the names of transports: where readers find the parts."""
+
+    @abc.abstractmethod
+    def read(self, target: KVTarget, block_ids: BlockIds, *, checksum: bool, tears: bool) -> list[int]:
+        """Let every worker read its part of the blocks ``target.block_ids`` of another engine into ``block_ids``.
+
+        Args:
+            target: With the owner's layout.
+            checksum: Whether to return the CRC-32 of each block, as the owner computes it; otherwise an empty list.
+            tears: Whether to change the last block before that, for tests of what notices it.
+        """
+
+    @abc.abstractmethod
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the CRC-32 of each block or slot over all parts in order."""
+
+    @abc.abstractmethod
+    def interrupt(self, target: KVTarget) -> None:
+        """End the reads from this target, with an error. Does not wait."""
+
+    @abc.abstractmethod
+    def forget(self, owners: Sequence[str]) -> None:
+        """Close what was opened to these incarnations of engines. Does not wait."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all reads. Does not wait."""
+
+
 @dataclass(frozen=True)
 class KVPool:
     """Describes a worker's KV cache for transports: block i is the i-th piece of every region of blocks, and slot i the
     i-th piece of every region of states.
 
-    Its bytes lie in memory of the host, or of a device. Regions of a device have equal sizes, and hold no states.
+    Its bytes lie in memory of the host, of a device, or of workers on other machines. Regions of a device have equal
+    sizes, and hold no states.
     """
 
-    memory: PoolMemory | DeviceMemory
+    memory: PoolMemory | DeviceMemory | MemoryApart
     regions: tuple[KVRegion, ...]
     """Regions in the layout's order. Equal layouts have equal ``block_bytes``, at different offsets."""
     num_blocks: int
@@ -108,13 +154,18 @@ class KVPool:
     @property
     def device(self) -> DeviceMemory | None:
         """The memory, if it is a device's."""
-        return None if isinstance(self.memory, PoolMemory) else self.memory
+        return None if isinstance(self.memory, (PoolMemory, MemoryApart)) else self.memory
+
+    @property
+    def apart(self) -> MemoryApart | None:
+        """The memory, if workers on other machines have it."""
+        return self.memory if isinstance(self.memory, MemoryApart) else None
 
     @property
     def host(self) -> PoolMemory:
-        """The memory of a pool of the host. Raises :class:`KVTransferError` (``transport``) for a device's."""
+        """The memory of a pool of the host. Raises :class:`KVTransferError` (``transport``) for another one."""
         if not isinstance(self.memory, PoolMemory):
-            raise KVTransferError("transport", "this pool is in the memory of a device, which the host cannot address")
+            raise KVTransferError("transport", "this pool is in the memory of a device or of other machines")
         return self.memory
 
     @cached_property
@@ -153,6 +204,8 @@ class KVPool:
     def checksums(self, block_ids: BlockIds) -> list[int]:
         """Return the CRC-32 of each block or slot over its regions in order. Releases the interpreter lock for large
         ones."""
+        if self.apart is not None:
+            return self.apart.checksums(block_ids)
         if self.device is None:
             return [_checksum(self.rows(block_id)) for block_id in block_ids]
         sums = []

@@ -164,8 +164,7 @@ class CoreActor:
     own copy bytes."""
 
     def __init__(self) -> None:
-        from ..executor.ray_executor import node_address  # here: clients import this module too
-        from ..executor.worker_liveness import open_lifeline
+        from ..executor.ray_cluster import node_address, open_lifeline  # here: clients import this module too
 
         host = node_address()
         self._lifeline = open_lifeline(host)
@@ -173,7 +172,7 @@ class CoreActor:
         self._core: CoreProcess | None = None
 
     def place(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Return host and port of the listener that is never read (:mod:`..executor.worker_liveness`), and of the one
+        """Return host and port of the listener that is never read (:mod:`..executor.ray_cluster`), and of the one
         for the bytes."""
         return self._lifeline.getsockname(), self._listener.getsockname()
 
@@ -249,7 +248,7 @@ class RemoteCore:
         Raises ``ValueError`` for a configuration that does not work, or without Ray or a cluster;
         ``ExecutorFailedError`` if the cluster has no room.
         """
-        from ..executor.ray_executor import connect, gpus_of_worker, reserve
+        from ..executor.ray_cluster import connect, gpus_of_worker, reserve
 
         config.check_core_place(has_waves=False)  # which the core itself knows
         self._ray = connect("data_parallel_backend")
@@ -271,7 +270,7 @@ class RemoteCore:
 
         Raises ``WorkerLostError`` if its machine is lost.
         """
-        from ..executor.worker_liveness import WorkerLiveness
+        from ..executor.ray_cluster import WorkerLiveness
 
         lifeline, address = self._get(self._actor.place.remote())
         self._liveness = WorkerLiveness([lifeline], lambda _: self._lose())

@@ -8,12 +8,13 @@ that follow each other travel as one piece. The blocks of a device go through pi
 import contextlib
 import functools
 import hmac
+import itertools
 import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     KVPool,
     KVReader,
     KVTransferError,
+    PartsEndpoint,
     checked_pairs,
 )
 
@@ -64,6 +66,8 @@ class _Endpoint(msgspec.Struct, array_like=True):
 class _Hello(msgspec.Struct, array_like=True):
     token: bytes
     layout: str
+    regions: list[tuple[int, int]] = []
+    """Which regions the reader wants: the first of each range and the one behind it, ascending; empty: all."""
 
 
 class _Welcome(msgspec.Struct, array_like=True):
@@ -119,11 +123,24 @@ class SocketTransport:
         """Do nothing: a thread serves each connection."""
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
+        return self.open_regions(endpoint, layout, [])
+
+    def open_regions(self, endpoint: bytes, layout: str, ranges: Sequence[range]) -> KVReader:
+        """As :class:`tokenloom.engine_core.kv_transfer.pool_parts.PartTransport` says; without ranges all regions."""
+        readers: list[SocketReader] = []
         try:
-            where = decoded(endpoint, _Endpoint)
-        except msgspec.DecodeError as error:
-            raise KVTransferError("transport", f"the owner's endpoint: {error}") from error
-        reader = SocketReader(where, layout, self._tls, self._forget)
+            for where, its_layout, own in _owners(endpoint, layout):
+                wanted = [(each.start - own.start, each.stop - own.start) for each in ranges if each.start in own]
+                if wanted or not ranges:
+                    readers.append(self._reader(_Hello(where.token, its_layout, wanted), where.address))
+        except BaseException:
+            for reader in readers:
+                reader.close()
+            raise
+        return readers[0] if len(readers) == 1 else PartsReader(readers)
+
+    def _reader(self, hello: _Hello, address: str) -> "SocketReader":
+        reader = SocketReader(address, hello, self._tls, self._forget)
         with self._lock:
             self._readers.add(reader)
         return reader
@@ -152,6 +169,32 @@ class SocketTransport:
         return server, f"{self._advertise or host}:{server.getsockname()[1]}"
 
 
+_MOST_REGIONS = 1 << 20
+"""More than any pool has."""
+
+
+def _owners(endpoint: bytes, layout: str) -> list[tuple[_Endpoint, str, range]]:
+    """Return who serves the parts of a pool: where, the layout of the part, and which regions of the pool it has.
+
+    Raises :class:`KVTransferError` (``transport``).
+    """
+    try:
+        parts = decoded(endpoint, PartsEndpoint).parts
+    except msgspec.DecodeError:
+        parts = [(endpoint, layout, _MOST_REGIONS)]
+    found, begin = [], 0
+    try:
+        for each, its_layout, count in parts:
+            found.append((decoded(each, _Endpoint), its_layout, range(begin, begin + count)))
+            begin += count
+    except msgspec.DecodeError as error:
+        raise KVTransferError("transport", f"the owner's endpoint: {error}") from error
+    # A layout names its parts in order: another one's bytes would be read as plausible KV.
+    if "+".join(its_layout for _, its_layout, _ in found) != layout:
+        raise KVTransferError("layout", f"the owner's parts are not those of {layout}")
+    return found
+
+
 class _Owner:
     """Serves one pool to :class:`SocketReader`."""
 
@@ -167,37 +210,72 @@ class _Owner:
             hello = receive_frame(connection, _Hello)
             if not hmac.compare_digest(hello.token, self.token) or not _is_named(connection, self._peer_name):
                 return
-            pool = self._pool
+            pool = _with_regions(self._pool, hello.regions)
             # Also sent to a reader with another layout, so that its error can name both layouts. It then gets no block.
             send_frame(connection, _Welcome(pool.layout, pool.num_blocks, pool.region_bytes, pool.num_slots))
             staging = None
             if hello.layout == pool.layout and pool.device is not None:
                 staging = Staging(pool, pool.device)
             while hello.layout == pool.layout:
-                self._answer(connection, staging)
+                self._answer(connection, pool, staging)
 
-    def _answer(self, connection: socket.socket, staging: Staging | None) -> None:
+    def _answer(self, connection: socket.socket, pool: KVPool, staging: Staging | None) -> None:
         connection.settimeout(None)  # an idle reader keeps its connection; one that is gone is found by keepalive
         batch = receive_frame(connection, _Batch)
         connection.settimeout(_READ_SECONDS)
         if len(batch.block_ids) % 4:
             raise KVTransferError("transport", "a torn list of blocks")
-        block_ids = self._pool.checked(np.frombuffer(batch.block_ids, dtype="<u4"))
+        block_ids = pool.checked(np.frombuffer(batch.block_ids, dtype="<u4"))
         if staging is None:
-            send(connection, pieces(self._pool, block_ids))
+            send(connection, pieces(pool, block_ids))
         else:
             staging.send(block_ids, lambda packed: send(connection, [packed.data]))
+
+
+def _with_regions(pool: KVPool, ranges: Sequence[tuple[int, int]]) -> KVPool:
+    """Return a pool with these of its regions. Raises :class:`KVTransferError` for what no reader of ours asks."""
+    if not ranges:
+        return pool
+    bounds = [bound for each in ranges for bound in each]
+    is_ascending = all(one <= other for one, other in itertools.pairwise([0, *bounds, len(pool.regions)]))
+    if not is_ascending or pool.device is not None:
+        raise KVTransferError("transport", f"no such regions: {len(ranges)} ranges")
+    return replace(pool, regions=tuple(region for begin, end in ranges for region in pool.regions[begin:end]))
+
+
+class PartsReader:
+    """Reads the parts of a pool from the workers that serve them, one after the other."""
+
+    def __init__(self, readers: Sequence["SocketReader"]) -> None:
+        """``readers``: in order of the regions."""
+        self._readers = readers
+
+    def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
+        ends = list(itertools.accumulate(len(reader.region_bytes) for reader in self._readers))
+        if ends[-1:] != [len(pool.regions)] or pool.device is not None:
+            raise KVTransferError("layout", f"the owner's parts have {ends[-1:]} regions, not {len(pool.regions)}")
+        for reader, end in zip(self._readers, ends, strict=True):
+            regions = pool.regions[end - len(reader.region_bytes) : end]
+            reader.read(source_block_ids, target_block_ids, replace(pool, regions=regions))
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
 
 
 class SocketReader:
     """Holds connections to one owner, as many as there are concurrent reads, and reuses them."""
 
     def __init__(
-        self, endpoint: _Endpoint, layout: str, tls: TLS | None, on_close: Callable[["SocketReader"], None]
+        self, address: str, hello: _Hello, tls: TLS | None, on_close: Callable[["SocketReader"], None]
     ) -> None:
-        """Connect. Raises :class:`KVTransferError`."""
-        self._endpoint = endpoint
-        self._layout = layout
+        """Connect. Raises :class:`KVTransferError`.
+
+        Attributes:
+            region_bytes: The size of a block, or of a slot, in each region that is read.
+        """
+        self._address = address
+        self._hello = hello
         self._tls = tls
         self._on_close = on_close
         self._lock = threading.Lock()
@@ -206,6 +284,7 @@ class SocketReader:
         self._all: set[socket.socket] = set()
         self._stagings = Stagings()
         connection, self._welcome = self._connect()
+        self.region_bytes = self._welcome.block_bytes
         self._idle.append(connection)
 
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
@@ -223,7 +302,7 @@ class SocketReader:
                 self._receive(connection, pool, target[batch])
         except OSError as error:
             self._drop(connection)
-            raise KVTransferError("transport", f"reading blocks from {self._endpoint.address}: {error}") from error
+            raise KVTransferError("transport", f"reading blocks from {self._address}: {error}") from error
         except BaseException:
             self._drop(connection)  # an answer may be half read
             raise
@@ -268,22 +347,22 @@ class SocketReader:
     def _connect(self) -> tuple[socket.socket, _Welcome]:
         connection: socket.socket | None = None
         try:
-            connection = _dial(self._endpoint.address, self._tls)
+            connection = _dial(self._address, self._tls)
             with self._lock:
                 if self._closed:
                     raise OSError("the reader is closed")
                 self._all.add(connection)
-            send_frame(connection, _Hello(self._endpoint.token, self._layout))
+            send_frame(connection, self._hello)
             welcome = receive_frame(connection, _Welcome)
-            if welcome.layout != self._layout:
+            if welcome.layout != self._hello.layout:
                 raise KVTransferError(
-                    "layout", f"the owner's blocks are {welcome.layout}, this engine's {self._layout}"
+                    "layout", f"the owner's blocks are {welcome.layout}, this engine's {self._hello.layout}"
                 )
         except BaseException as error:
             if connection is not None:
                 self._drop(connection)
             if isinstance(error, (OSError, ValueError, msgspec.DecodeError)):
-                raise KVTransferError("transport", f"connecting to {self._endpoint.address}: {error}") from error
+                raise KVTransferError("transport", f"connecting to {self._address}: {error}") from error
             raise
         connection.settimeout(_READ_SECONDS)
         return connection, welcome

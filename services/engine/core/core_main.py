@@ -5,7 +5,6 @@ A client of the core starts it. The configuration arrives in the handshake; the 
 
 import os
 import sys
-from pathlib import Path
 
 from tokenloom.process.uncollected_imports import uncollected_imports
 
@@ -14,9 +13,8 @@ with uncollected_imports():
     from tokenloom.engine_core.executor.make_executor import make_executor
     from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
     from tokenloom.engine_core.process.core_process import run_engine_core
-    from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 
-    from .workers import CORE_COMMAND, WORKER_COMMAND, make_own_worker, read_flags
+    from .workers import CORE_COMMAND, WORKER_COMMAND, kv_tls, make_own_worker, make_part_transport, read_flags
 
 
 def make_transports(config: EngineConfig) -> list[KVTransport]:
@@ -24,23 +22,14 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
     if not config.kv.transports:
         return []
     from tokenloom.gpu_worker.kv_connector import kv_transports
-    from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS
 
     kv = config.kv
-    tls = None
-    if (files := kv.socket_tls) is not None:
-        from tokenloom.services.runtime.peers.tls import (
-            MeshTLS,
-        )  # here, because it takes gRPC, which a core has no use for
-
-        mesh = MeshTLS(CertificateFiles(Path(files.ca), Path(files.cert), Path(files.key)))
-        tls = TLS(mesh.server_context(), mesh.client_context, files.peer_name)
     return kv_transports.make_transports(
         kv.transports,
         on_host=config.worker.device == "cpu" or config.worker.worker != "model",
         socket_listen=kv.socket_listen,
         socket_advertise=kv.socket_advertise,
-        tls=tls,
+        tls=kv_tls(kv.socket_tls),
         plugins=config.plugins,
     )
 
@@ -54,7 +43,7 @@ def main() -> int:
     )
     status = run_engine_core(
         arguments.handshake,
-        lambda config: make_executor(config, make_own_worker, (*WORKER_COMMAND, *flags)),
+        lambda config: make_executor(config, make_own_worker, (*WORKER_COMMAND, *flags), make_part_transport),
         make_transports,
         (*CORE_COMMAND, *flags),
     )

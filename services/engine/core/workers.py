@@ -4,9 +4,10 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig, TLSFiles
 from tokenloom.engine_core.data.scheduler_output import (
     GrammarOutput,
     ModelRunnerOutput,
@@ -15,8 +16,12 @@ from tokenloom.engine_core.data.scheduler_output import (
     WorkerTimes,
 )
 from tokenloom.engine_core.executor.worker import Worker
+from tokenloom.engine_core.kv_transfer.pool_parts import PartTransport
 from tokenloom.process.uncollected_imports import uncollected_imports
 from tokenloom.services.runtime.telemetry import logs
+
+if TYPE_CHECKING:
+    from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS
 
 WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
 """Starts a worker's process; the executor appends ``--address ADDRESS``."""
@@ -100,6 +105,29 @@ def _traced(config: EngineConfig, worker: Worker) -> Worker:
     if not config.observability.trace_steps or config.worker.worker == "timed":
         return worker
     return cast("Worker", TracedWorker(worker))
+
+
+def kv_tls(files: TLSFiles | None) -> "TLS | None":
+    """Return what secures connections that carry KV, from the files of a certificate."""
+    if files is None:
+        return None
+    # Here, because it takes gRPC, which a core has no use for.
+    from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS
+    from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+    from tokenloom.services.runtime.peers.tls import MeshTLS
+
+    mesh = MeshTLS(CertificateFiles(Path(files.ca), Path(files.cert), Path(files.key)))
+    return TLS(mesh.server_context(), mesh.client_context, files.peer_name)
+
+
+def make_part_transport(config: EngineConfig, host: str) -> PartTransport:
+    """Return what serves the part of a KV pool that a worker at this address keeps, on a port that the system chooses.
+
+    Raises ``ValueError`` if ``host`` is not this machine's loopback and the configuration names no certificate.
+    """
+    from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
+
+    return SocketTransport(f"[{host}]:0" if ":" in host else f"{host}:0", tls=kv_tls(config.kv.socket_tls))
 
 
 def _import_maker(config: EngineConfig) -> Maker:

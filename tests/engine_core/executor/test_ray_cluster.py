@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.executor.ray_executor import gpus_of_worker
+from tokenloom.engine_core.executor.ray_cluster import gpus_of_worker
 
 
 def config(**worker: str) -> EngineConfig:

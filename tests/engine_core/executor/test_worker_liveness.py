@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from tokenloom.engine_core.data.errors import ExecutorFailedError
-from tokenloom.engine_core.executor.worker_liveness import WorkerLiveness, open_lifeline
+from tokenloom.engine_core.executor.ray_cluster import WorkerLiveness, open_lifeline
 
 WORKER = """
-from tokenloom.engine_core.executor.worker_liveness import open_lifeline
+from tokenloom.engine_core.executor.ray_cluster import open_lifeline
 listener = open_lifeline("127.0.0.1")
 print(listener.getsockname()[1], flush=True)
 input()

@@ -59,6 +59,7 @@ class FakeTransport:
 
 class FakePool:
     layout = "layout"
+    apart = None
 
     def spread(self, block_ids: BlockIds) -> None:
         pass

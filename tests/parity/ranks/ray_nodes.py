@@ -18,15 +18,26 @@ QUIET = [
 
 @contextmanager
 def two_nodes() -> Iterator[Any]:
-    """Two nodes of a processor each, without a dashboard, so that a worker or a core has a node of its own."""
+    """Two nodes of a processor each, so that a worker or a core has a node of its own."""
+    with machines("", "") as nodes:
+        yield nodes
+
+
+@contextmanager
+def machines(*addresses: str) -> Iterator[Any]:
+    """A node of one processor, without a dashboard, for each address, such as 127.0.0.2, so that the nodes stand for
+    machines; empty: that of this machine. The first one is the head."""
+    places = [{"num_cpus": 1} | ({"node_ip_address": each} if each else {}) for each in addresses]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray
         from ray.cluster_utils import Cluster
 
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        nodes.add_node(num_cpus=1)
-        ray.init(address=nodes.address, log_to_driver=False)
+        nodes = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **places[0]})
+        for place in places[1:]:
+            nodes.add_node(**place)
+        driver = {"_node_ip_address": addresses[0]} if addresses[0] else {}
+        ray.init(address=nodes.address, log_to_driver=False, **driver)
     yield nodes
     ray.shutdown()
     nodes.shutdown()

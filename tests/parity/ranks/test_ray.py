@@ -103,7 +103,7 @@ def test_the_parts_of_ranks_on_ray_move(cluster: Any) -> None:
 
 
 def test_more_workers_than_the_cluster_has_room_for(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom.engine_core.executor.ray_executor._PLACEMENT_SECONDS", 1.0)
+    monkeypatch.setattr("tokenloom.engine_core.executor.ray_cluster._PLACEMENT_SECONDS", 1.0)
     with pytest.raises(ExecutorFailedError, match="no room for 4 workers with a CPU each"):
         on_ray(EngineConfig(parallel=two_ranks(2, 2), worker=WorkerConfig(device="cpu")))
 

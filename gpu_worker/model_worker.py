@@ -30,6 +30,7 @@ from .attention.cross_backend import CrossBackend
 from .attention.grouped_backend import PoolLayers
 from .attention.states import StateSlots, state_regions
 from .batch.input_batch import InputBatch
+from .checkpoint.draft_config import read_eagle3
 from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
 from .device.cpu_watch import bind_to
@@ -153,6 +154,7 @@ class ModelWorker:
             reads_media = self._media_traits() is not None
             self._loras.check_model(LoadedModel(model_config, *parts, refusal, reads_media))
         self._pooler = self._make_pooler()
+        self._keep_inputs()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if speculative is not None and self._ranks.place.samples:
@@ -230,7 +232,7 @@ class ModelWorker:
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
             run_decode_steps(self._require_runner(), batches, block_size)
         # How many steps it measures depends on their times, and all ranks must compute the same.
-        measures = self._config.speculative is not None and self._ranks.place.is_alone
+        measures = self._config.speculative is not None and self._ranks.place.is_whole
         num_free = self._free_rows(kv_cache.num_blocks) if measures else 0
         if self._pool is not None and self._pool.device is None:
             self._pages = PoolPages(self._pool)
@@ -472,8 +474,18 @@ class ModelWorker:
     def _take_model(self) -> None:
         if self._require_slot().is_loaded:
             self._pooler = self._make_pooler()
+            self._keep_inputs()
         self._require_runner().set_model(self._model, self._pooler)
         self._ranks.weights_changed()
+
+    def _keep_inputs(self) -> None:
+        """Let the layers of every rank keep the inputs that an EAGLE-3 head reads on the one that draws: stages and
+        ranks that divide prompts pass them on. Raises ``ValueError`` if the head does not fit the model."""
+        drafts, place = self._config.speculative, self._ranks.place
+        if drafts is not None and drafts.method == "eagle3" and place.num_stages * place.prefill_size > 1:
+            layers = read_eagle3(Path(drafts.model), self._config.worker.dtype).layers_of(self._model.config)
+            assert isinstance(self._model, DecoderModel), "its family was checked"
+            self._model.kept_layers = layers
 
     def _make_pooler(self) -> Pooler | None:
         """Return what pools prompts. The rank that samples does; the others check new weights with theirs, so that all

@@ -61,8 +61,8 @@ class ParallelConfig(Struct, frozen=True):
     ] = 1
     prefill_context_parallel_size: Annotated[
         _Count,
-        "Workers that each have the whole model and the KV cache of all tokens: they divide the tokens of long prompts "
-        "among them, and compute all other steps side by side.",
+        "Copies of the model, each over as many workers as the other sizes say and with the KV cache of all tokens: "
+        "they divide the tokens of long prompts among them, and compute all other steps side by side.",
     ] = 1
     enable_expert_parallel: Annotated[
         bool,
@@ -92,8 +92,8 @@ class ParallelConfig(Struct, frozen=True):
         "in an actor on any machine of a Ray cluster, with its workers (docs/operate/scaling.md).",
     ] = "mp"
     rank: int = 0
-    """Of the worker that this configuration is for, in [0, world_size): stage * tensor_parallel_size + its place, or
-    its place among those that divide prompts."""
+    """Of the worker that this configuration is for, in [0, world_size): (copy * pipeline_parallel_size + stage) *
+    tensor_parallel_size + its place in the stage."""
     rendezvous: str = ""
     """Where the workers find each other: the path of a file on their machine, or ``HOST:PORT``, which rank 0 serves.
     Empty: there is one worker."""

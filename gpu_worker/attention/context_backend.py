@@ -5,7 +5,7 @@ of some heads of all tokens: rank r of n has the r-th n-th of the tokens of ever
 exchange their heads, each attends to its tokens with all queries, and the parts are merged by their log-sum-exp, as
 split-KV decoding merges the parts of one sequence (Dao et al., 2023).
 
-And it divides the tokens of a step with a long prompt over ranks that each have the whole model: prefill context
+And it divides the tokens of a step with a long prompt over ranks of several copies of the model: prefill context
 parallelism. A rank computes its tokens in all layers. Before it attends in a layer, the ranks exchange the keys and
 values that they wrote, so that each has the KV of all tokens. Steps without a long prompt are computed by every rank
 for itself: that takes the time of one rank, and no exchange. A prompt is cut into twice as many pieces as there are
@@ -227,6 +227,11 @@ class _Exchange:
         gathered = self._group.all_gather(padded).flatten(0, 1)[self._places]
         return gathered.view(own.dtype).view(-1, *own.shape[1:])
 
+    def in_order(self, own: Tensor) -> Tensor:
+        """Return the rows of all ranks in the order of the step."""
+        rows = self.all_rows(own)
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
 
 class _DividedPlan:
     """Fulfils :class:`.attention_backend.AttentionPlan`, and what models with compressed vectors ask for."""
@@ -311,8 +316,9 @@ class PrefillContext:
         )
         self.num_steps += 1
         self.num_tokens += len(own)
-        rows = exchange.all_rows(hidden)
-        return torch.empty_like(rows).index_copy_(0, exchange.order, rows)
+        if getattr(model, "kept_states", None) is not None:  # what an EAGLE-3 head reads, on the last stage
+            model.kept_states = exchange.in_order(model.kept_states)
+        return exchange.in_order(hidden)
 
     def _plan(
         self, backend: AttentionBackend, inputs: Any, share: Sequence[RowRun], exchange: _Exchange

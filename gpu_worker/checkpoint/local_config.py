@@ -47,6 +47,7 @@ def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
         layers_of_model=config.num_layers if config.mixer is None else len(config.mixer.layers),
         is_last_stage=place.stage == place.num_stages - 1,
         samples=place.samples,
+        is_copy=place.prefill_rank > 0,
     )
 
 
@@ -85,15 +86,8 @@ def check_options(config: EngineConfig) -> None:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
     if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
         return
-    drafts = config.speculative
-    if drafts is not None and drafts.method == "eagle3" and parallel.pipeline_parallel_size > 1:
-        raise ValueError(
-            "speculative_config: the method eagle3 reads states that other stages compute: leave out "
-            "pipeline_parallel_size, or choose eagle"
-        )
     spreads = parallel.spreads_experts_over_engines
     options = {
-        "speculative_config": config.speculative is not None and spreads,
         "runner pooling": config.worker.runner == "pooling" and spreads,
         "pooler_config": config.worker.pooler_config is not None and spreads,
     }
@@ -114,15 +108,14 @@ def _check_divided_prompts(config: EngineConfig) -> None:
             f"the method {drafts.method}, or kv_transports and kv_offload_path"
         )
     others = {
-        "tensor_parallel_size": parallel.tensor_parallel_size > 1,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
-        "enable_expert_parallel": parallel.enable_expert_parallel,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
+        "enable_expert_parallel over engines": parallel.spreads_experts_over_engines,
+        "enable_eplb": parallel.enable_eplb,
     }
     named = [name for name, is_set in others.items() if is_set]
     if named:
         raise ValueError(
-            f"prefill_context_parallel_size: is not supported with {' and '.join(named)} yet: each of its workers has "
-            "the whole model; leave one of them out"
+            f"prefill_context_parallel_size: is not supported with {' and '.join(named)} yet: leave one of them out"
         )
 
 
@@ -246,11 +239,10 @@ def _check_processors(parallel: ParallelConfig) -> None:
 
 
 def _product(parallel: ParallelConfig) -> str:
-    if parallel.prefill_context_parallel_size > 1:
-        return f"prefill_context_parallel_size {parallel.prefill_context_parallel_size}"
+    copies = parallel.prefill_context_parallel_size
     return (
         f"tensor_parallel_size {parallel.tensor_parallel_size} times pipeline_parallel_size "
-        f"{parallel.pipeline_parallel_size}"
+        f"{parallel.pipeline_parallel_size}" + f" times prefill_context_parallel_size {copies}" * (copies > 1)
     )
 
 

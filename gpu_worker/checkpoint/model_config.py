@@ -340,6 +340,8 @@ class ModelConfig:
     """Whether the model's last layer is among this rank's."""
     samples: bool = True
     """Whether this rank gets all logits, and draws tokens."""
+    is_copy: bool = False
+    """Whether the rank that draws is in another copy of the model, with which this one divides prompts."""
 
     kv_cache_dtype: KVCacheDtype = "auto"
     """``auto``: the KV cache has ``dtype``; ``int8``: 8 bits, with a scale for each head of each token; ``fp8``: floats
@@ -353,7 +355,8 @@ class ModelConfig:
     @property
     def computes_logits(self) -> bool:
         """Return whether this rank computes logits: all of them, or those of its tokens."""
-        return self.samples or (self.is_last_stage and not isinstance(self.vocabulary, int))
+        has_part = self.is_last_stage and not isinstance(self.vocabulary, int) and not self.is_copy
+        return self.samples or has_part
 
     @property
     def own_layers(self) -> range:

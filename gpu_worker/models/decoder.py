@@ -372,9 +372,9 @@ class DecoderModel:
             self._embedding_norm = lambda rows: ops.add_norm(rows, None, ones, config.norm_eps)
         self._layers: list[DecoderLayer | PartLayer | PostNormLayer] = []
         self.kept_layers: tuple[int, ...] = ()
-        """The layers whose inputs a step keeps for what drafts, in order."""
+        """The layers whose inputs a step keeps for what drafts, in order; of all stages, which pass them on."""
         self.kept_states: Tensor | None = None
-        """[T, layers * hidden_size]: those of the last step."""
+        """[T, layers * hidden_size]: those of the last step, on the last stage."""
         self.load_weights(checkpoint)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -420,7 +420,7 @@ class DecoderModel:
         if self._stage is None or self.config.first_layer == 0:
             residual = embed(self._embedding, input_ids, embeds, self.config.embedding_scale, self._embedding_norm)
         else:
-            residual = self._stage.receive(len(input_ids))
+            residual = self._stage.receive(len(input_ids), 1 + len(self._kept_before(0)))
         delta: Tensor | None = None
         rotations = [rotary(positions) for rotary in self._rotaries]
         if self.kept_layers:
@@ -444,19 +444,31 @@ class DecoderModel:
         plan: AttentionPlan,
         embeds: InputEmbeds,
     ) -> Tensor:
-        """Compute a step, and keep the inputs of some layers: the residual stream before each."""
+        """Compute a step, and keep the inputs of some layers: the residual stream before each.
+
+        ``residual``: from another stage, it holds the inputs of earlier layers behind the stream.
+        """
         delta: Tensor | None = None
-        kept = []
+        size = self.config.hidden_size
+        kept = list(residual[:, size:].split(size, -1)) if residual.shape[1] > size else []
+        residual = residual[:, :size].contiguous()
         columns = zip(self._layers, self._rotary_of_layer, kv_caches, strict=False)
-        for number, (layer, rotary, kv_cache) in enumerate(columns):
+        for number, (layer, rotary, kv_cache) in enumerate(columns, self.config.first_layer):
             if number in self.kept_layers:  # copied: layers change the stream in place
                 kept.append(residual.clone() if delta is None else residual + delta)
             delta = layer(residual, delta, rotations[rotary], kv_cache, plan)
             if embeds:
                 add_level(delta, embeds, number + 1)
-        if len(kept) == len(self.kept_layers):  # a profile computes fewer layers
+        # A profile computes fewer layers, and sends as many rows as a step.
+        kept += [residual] * (len(self._kept_before(len(self._layers))) - len(kept))
+        if self._stage is None or self.config.is_last_stage:
             self.kept_states = torch.cat(kept, -1)
-        return self._leave(residual, delta)
+            return self._leave(residual, delta)
+        return self._stage.send(torch.cat([add(residual, delta), *kept], -1))
+
+    def _kept_before(self, number: int) -> list[int]:
+        """Return which of the kept layers are before a layer of this stage."""
+        return [layer for layer in self.kept_layers if layer < self.config.first_layer + number]
 
     def _leave(self, residual: Tensor, delta: Tensor | None) -> Tensor:
         """Return the last hidden states, or those that go to the stage behind."""

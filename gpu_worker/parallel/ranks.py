@@ -134,13 +134,12 @@ class Stage:
         self._peers = ranks.tensors
         self._hidden_size = hidden_size
         self._dtype = dtype
-        self._before = place.tensor_size * (place.stage - 1) + place.tensor_rank
-        self._behind = place.tensor_size * (place.stage + 1) + place.tensor_rank
+        self._before, self._behind = place.rank_of_stage(place.stage - 1), place.rank_of_stage(place.stage + 1)
 
-    def receive(self, num_tokens: int) -> Tensor:
-        """Return the hidden states [num_tokens, hidden_size] that the stage before has computed."""
+    def receive(self, num_tokens: int, count: int = 1) -> Tensor:
+        """Return what the stage before has sent: hidden states [num_tokens, count * hidden_size]."""
         assert self._peers is not None, "one stage computes all layers"
-        shape, recorder = (num_tokens, self._hidden_size), current_recorder()
+        shape, recorder = (num_tokens, count * self._hidden_size), current_recorder()
         if recorder is None:
             return self._peers.receive(shape, self._dtype, self._before)
         hidden = torch.empty(shape, dtype=self._dtype)

@@ -116,9 +116,9 @@ class RankPlace:
     data_size: int = 1
     """Engines of that group; 1: the experts are not spread over engines."""
     prefill_rank: int = 0
-    """The number of the rank among those that each have the whole model, and divide long prompts."""
+    """The number of the rank among those that have the same part of a copy of the model, and divide long prompts."""
     prefill_size: int = 1
-    """Those ranks."""
+    """Copies of the model."""
     num_redundant_experts: int | None = None
     """Copies of experts beside one of each, which are moved by their load; None: experts stay where they are."""
     cuts_vocabulary: bool = True
@@ -144,6 +144,11 @@ class RankPlace:
     def output_rank(self) -> int:
         """Return the rank in the engine that has all logits and draws tokens: the first one of the last stage."""
         return self.tensor_size * (self.num_stages - 1)
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the rank in the engine that has this one's part of the layers of another stage, in its copy of the
+        model."""
+        return self.tensor_size * (self.num_stages * self.prefill_rank + stage) + self.tensor_rank
 
     @property
     def samples(self) -> bool:

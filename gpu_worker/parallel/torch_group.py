@@ -240,18 +240,21 @@ def join(
         tensors = TorchPeers(make(_c10d.PrefixStore("stages", store), rank, size, host), device)
     group: RankGroup = ALONE
     prefill: RankGroup = ALONE
+    # Ranks that have the same part of the model divide prompts; each computes layers with the others of its copy.
+    copy = f"{place.prefill_rank}-{place.stage}"
     if place.prefill_size > 1:
-        prefix = _c10d.PrefixStore("prefill", store)
-        prefill = TorchGroup(make(prefix, rank, size, host), place.prefill_rank, place.prefill_size)
+        prefix = _c10d.PrefixStore(f"prefill-{place.stage}-{place.tensor_rank}", store)
+        backend = make(prefix, place.prefill_rank, place.prefill_size, host)
+        prefill = TorchGroup(backend, place.prefill_rank, place.prefill_size)
     if (tensor_size := place.tensor_size) > 1:
-        prefix = _c10d.PrefixStore(f"stage-{place.stage}", store)
+        prefix = _c10d.PrefixStore(f"stage-{copy}", store)
         group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)
         if device.type == "cpu" and host == _LOOPBACK:
-            group = shared_if_possible(group, store, f"sums-{place.stage}")
+            group = shared_if_possible(group, store, f"sums-{copy}")
         if device.type == "cpu":
             group = RecordableGroup(group)
     if balancer is not None:
-        prefix = _c10d.PrefixStore(f"moves-{place.stage}", store)
+        prefix = _c10d.PrefixStore(f"moves-{copy}", store)
         balancer.join(TorchLink(_gloo(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size))
     return group, prefill, tensors, host_peers
 

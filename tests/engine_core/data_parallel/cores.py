@@ -22,6 +22,7 @@ from tokenloom.engine_core.data.messages import (
     FinishReason,
     GroupState,
     RequestType,
+    SchedulerStats,
     UtilityCall,
 )
 from tokenloom.engine_core.wire.frames import to_raw
@@ -99,6 +100,7 @@ class Group:
         self._placed: dict[str, tuple[int, EngineCoreRequest]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.expert_loads: dict[int, ExpertLoads] = {}
+        self.stats: dict[int, SchedulerStats] = {}
         self.num_waves = 0
         self.num_unanswered = 0
         self._starts = WaveStarts()
@@ -180,6 +182,8 @@ class Group:
                 self.ended[output.request_id] = output.finish_reason
         if outputs.expert_loads is not None:
             self.expert_loads[rank] = outputs.expert_loads
+        if outputs.scheduler_stats is not None:
+            self.stats[rank] = outputs.scheduler_stats
         if outputs.utility_output is not None:
             outputs.utility_output.value()
             self.num_unanswered -= 1

@@ -165,13 +165,6 @@ def test_options_that_spread_experts_exclude_are_named(name: str, changes: dict[
         check_options(replace(config, parallel=spread))
 
 
-def test_an_eagle3_head_needs_all_layers() -> None:
-    speculative = SpeculativeConfig(method="eagle3", model="x", num_speculative_tokens=2)
-    check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(tensor_parallel_size=2)))
-    with pytest.raises(ValueError, match="reads states that other stages compute: leave out pipeline_parallel_size"):
-        check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(pipeline_parallel_size=2)))
-
-
 def test_places_of_experts_are_a_multiple_of_the_workers_and_engines_round_up(tmp_path: Path) -> None:
     """The number of engines may change while they serve."""
     config = load_model_config(save_random("qwen3_moe", tmp_path, num_experts=8))
@@ -181,12 +174,35 @@ def test_places_of_experts_are_a_multiple_of_the_workers_and_engines_round_up(tm
 
 
 @pytest.mark.parametrize(
-    "others", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}]
+    "others",
+    [
+        {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+        {"enable_expert_parallel": True, "data_parallel_size": 2},
+        {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2},
+    ],
 )
-def test_ranks_that_divide_prompts_divide_nothing_else(others: dict[str, Any]) -> None:
+def test_ranks_that_divide_prompts_spread_no_context_and_no_experts(others: dict[str, Any]) -> None:
     config = ParallelConfig(prefill_context_parallel_size=2, **others)
     with pytest.raises(ValueError, match=f"prefill_context_parallel_size: is not supported with {next(iter(others))}"):
         check_options(EngineConfig(parallel=config))
+
+
+def test_copies_of_a_model_that_is_divided(config: ModelConfig) -> None:
+    """Each copy has stages of tensor parallel ranks; the first one draws."""
+    divided = ParallelConfig(
+        prefill_context_parallel_size=2,
+        pipeline_parallel_size=2,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    check_options(EngineConfig(parallel=divided))
+    places = [place_of(replace(divided, rank=rank)) for rank in range(8)]
+    assert [(each.prefill_rank, each.stage, each.tensor_rank) for each in places] == [
+        (copy, stage, rank) for copy in range(2) for stage in range(2) for rank in range(2)
+    ]
+    assert [each.samples for each in places] == [rank == divided.output_rank == 2 for rank in range(8)]
+    assert [each.rank_of_stage(1) for each in places] == [2, 3, 2, 3, 6, 7, 6, 7]
+    assert [local_config(config, each).computes_logits for each in places] == [rank in (2, 3) for rank in range(8)]
 
 
 def test_ranks_that_divide_prompts_move_no_kv_of_drafts() -> None:

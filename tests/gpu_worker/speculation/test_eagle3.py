@@ -69,14 +69,14 @@ def test_states_and_logits(layers: tuple[int, ...], entries: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_are_those_without_drafts(ranks: int, sampling: dict[str, float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)])
+def test_tokens_are_those_without_drafts(shape: tuple[int, int], sampling: dict[str, float], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", is_sharp=True)
     write_head(tmp_path / "head", model, is_sharp=True)
     settings: dict[str, Any] = {"budget": 64, "max_num_seqs": 4, "max_model_len": 128, "prefix_caching": True}
     expected = Engine(tmp_path / "model", num_blocks=80, **settings).generate(PROMPTS, LIMITS, **sampling)
-    if ranks > 1:
-        settings |= {"parallel": parallel(ranks), "executor": lambda config: RankThreads(config, tmp_path)}
+    if shape != (1, 1):
+        settings |= {"parallel": parallel(*shape), "executor": lambda config: RankThreads(config, tmp_path)}
     engine = Engine(tmp_path / "model", num_blocks=12, speculative=eagle3(tmp_path / "head"), **settings)
     drafts = engine.core.scheduler.drafts
     assert drafts is not None

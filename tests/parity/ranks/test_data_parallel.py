@@ -9,7 +9,14 @@ import pytest
 from tests.engine_core.data_parallel.cores import Group
 from tests.parity.reference import save_random
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
@@ -54,6 +61,46 @@ def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
     finally:
         group.close()
     assert group.tokens == expected | {"again": expected["r0"]}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_of_ranks_whose_experts_are_spread(tmp_path: Path, socket_dir: Path, overlaps: bool) -> None:
+    """What drafts is whole on each rank, and exchanges nothing; here it is the model itself, which is always right."""
+    path = save_random("qwen3_moe", tmp_path, head_dim=24, **EXPERTS)
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(path), device="cpu", dtype="float32", num_threads=1),
+        cache=CacheConfig(num_blocks=40),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    requests = [
+        EngineCoreRequest(
+            f"r{index}",
+            np.random.default_rng(index).integers(3, 503, 20 + 9 * index).tolist(),
+            CoreSamplingParams(max_tokens=NUM_TOKENS, seed=index, temperature=float(index % 2)),
+        )
+        for index in range(4)
+    ]
+    expected = alone(config, requests)
+    group = Group(
+        socket_dir,
+        config=msgspec.structs.replace(
+            config,
+            parallel=ParallelConfig(enable_expert_parallel=True),
+            scheduler=msgspec.structs.replace(config.scheduler, async_scheduling=overlaps),
+            speculative=SpeculativeConfig(method="draft_model", model=str(path), num_speculative_tokens=3),
+        ),
+    )
+    try:
+        for index, request in enumerate(requests):
+            group.add(int(index == 3), request)
+        group.finish()
+    finally:
+        group.close()
+    assert group.tokens == expected
+    for rank in range(2):
+        drafts = group.stats[rank].spec_decoding
+        assert drafts is not None
+        assert drafts.num_accepted_tokens > 0
 
 
 def alone(config: EngineConfig, requests: list[EngineCoreRequest]) -> dict[str, list[int]]:

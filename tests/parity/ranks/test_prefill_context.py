@@ -11,11 +11,12 @@ from msgspec.structs import replace
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, MakeExecutor, Pair, uni
 from tests.gpu_worker.kv_connector.engine_pair import Engine as KVEngine
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
+from tests.gpu_worker.speculation.eagle3_checkpoint import write_head, write_model
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.ranks.test_ranks import Logits
 from tests.parity.reference import SMALL_CONFIGS, save_random
-from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
@@ -47,13 +48,17 @@ def prefills(engine: Engine) -> list[PrefillContext]:
     return found
 
 
-def make(path: Path, size: int, directory: Path, **options: object) -> Engine:
+def make(
+    path: Path, size: int, directory: Path, shape: tuple[int, int] = (1, 1), *, experts: bool = False, **options: object
+) -> Engine:
+    """``shape``: tensor parallel ranks and stages of each of ``size`` copies."""
     directory.mkdir()
 
     def executor(config: EngineConfig) -> Executor:
         return RankThreads(config, directory)
 
-    return Engine(path, executor=executor, parallel=parallel(1, pcp=size), **options)  # type: ignore[arg-type]
+    ranks = parallel(*shape, pcp=size, experts=experts)
+    return Engine(path, executor=executor, parallel=ranks, **options)  # type: ignore[arg-type]
 
 
 MODELS = ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "gpt2"]
@@ -75,6 +80,49 @@ def test_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     assert engine.generate(prompts(), LIMITS, **drawn) == alone.generate(prompts(), LIMITS, **drawn)
     theirs, ours = (set(each.next_logprobs(prompts()[0], [5])) for each in (alone, engine))
     assert len(theirs & ours) >= 19
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "experts"),
+    [
+        ("llama", (2, 1), False),
+        ("llama", (1, 2), False),
+        ("qwen3_moe", (2, 1), False),
+        ("qwen3_moe", (2, 1), True),
+        ("deepseek_v3", (1, 2), False),
+        ("gemma3_text", (2, 1), False),
+    ],
+)
+def test_each_copy_of_the_model_is_divided(name: str, shape: tuple[int, int], experts: bool, tmp_path: Path) -> None:
+    path = save_random(name, tmp_path, **SMALL_CONFIGS[name])
+    options: dict[str, Any] = {"num_blocks": 100, "prefix_caching": True}
+    alone = Engine(path, **options)
+    engine = make(path, 2, tmp_path / "two", shape, experts=experts, **options)
+    for sampling in ({}, {"temperature": 1.0, "top_p": 0.9}):
+        assert engine.generate(prompts(), LIMITS, **sampling) == alone.generate(prompts(), LIMITS, **sampling)
+    counts = [(each.num_steps, each.num_tokens) for each in prefills(engine)]
+    assert counts[:2] == [counts[0]] * 2, "the ranks of a copy computed the same tokens"
+    assert counts[2:] == [counts[2]] * 2
+    assert counts[0][0] == counts[2][0] > 0, "the copies divided the same steps"
+    assert abs(counts[0][1] - counts[2][1]) < 64
+    engine.core.shutdown()
+
+
+def test_an_eagle3_head_reads_the_states_of_all_copies(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", is_sharp=True)
+    write_head(tmp_path / "head", model, is_sharp=True)
+    options: dict[str, Any] = {"num_blocks": 100, "max_model_len": 512}
+    asked = [[3 + position * position * 5 % 60 for position in range(length)] for length in (300, 40)]
+    expected = Engine(tmp_path / "model", **options).generate(asked, [30, 30])
+    speculative = SpeculativeConfig("eagle3", 3, str(tmp_path / "head"))
+    engine = make(tmp_path / "model", 2, tmp_path / "two", speculative=speculative, **options)
+    drafts = engine.core.scheduler.drafts
+    assert drafts is not None
+    drafts.free_rows = drafts.costs = None  # also on a busy machine
+    assert engine.generate(asked, [30, 30]) == expected
+    assert {each.num_steps for each in prefills(engine)} == {1}
+    assert drafts.stats().num_accepted_tokens > 20
     engine.core.shutdown()
 
 

@@ -118,9 +118,13 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         found = _by_transformers(path, found, config.max_model_len)
         if found.state_chunk:
             config.check_states(found.state_chunk)
-        if config.lora.enable and (found.state_chunk or not place.is_whole):
-            why = "keep states in it" if found.state_chunk else "are divided among several workers"
-            raise ValueError(f"{NO_ADAPTERS}: transformers' modules {why}")
+        if config.lora.enable and found.state_chunk:
+            raise ValueError(f"{NO_ADAPTERS}: transformers' modules keep states in it")
+        if config.lora.enable and place.tensor_size > 1 and worker.quantization in ("int8-dynamic", "fp8"):
+            raise ValueError(
+                f"enable_lora: transformers' modules have no adapters over several workers with {worker.quantization}: "
+                "leave out one of them"
+            )
         return found
     if config.lora.enable and (found.by == "encoder" or _is_gpt2(found.config)):
         raise ValueError(f"{NO_ADAPTERS}; its architecture is not supported")

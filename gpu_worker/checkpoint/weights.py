@@ -267,7 +267,7 @@ class Checkpoint:
 
     def part(self, name: str, outputs: Dimension, inputs: Dimension) -> LayerPart:
         """Return what adapters see of the layer ``name``, of these outputs and inputs."""
-        rows, count, columns = self._rows_of(f"{name}.weight"), length(outputs), _indices(inputs)
+        rows, count, columns = self._rows_of(f"{name}.weight"), length(outputs), indices(inputs)
         adds_bias = columns is None or self.group.rank == 0
         if rows is not None:
             stored, own = f"{name.rsplit('.', 2)[0]}.{rows.name}", take_part(rows.rows, (outputs,))
@@ -277,7 +277,7 @@ class Checkpoint:
             for each in (self._scale_of(f"{name}.weight"), self._scale_of(f"{name}.bias"))
         )
         stored, of_all = self._renamed(name), total(outputs)
-        return LayerPart(name, count, stored, of_all, _indices(outputs), scale, columns, bias_scale, adds_bias)
+        return LayerPart(name, count, stored, of_all, indices(outputs), scale, columns, bias_scale, adds_bias)
 
     def drop_read(self) -> None:
         """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""
@@ -345,7 +345,7 @@ class Checkpoint:
         return stored
 
 
-def _indices(dimension: Dimension) -> Tensor | None:
+def indices(dimension: Dimension) -> Tensor | None:
     """Return which entries of a dimension this rank has; None: all."""
     return None if isinstance(dimension, int) else take_part(torch.arange(total(dimension)), (dimension,))
 

@@ -37,7 +37,7 @@ _KINDS = frozenset(
 )
 """The last parts of the names of layers that may have an adapter."""
 Occupied = TypeVar("Occupied", LoraLinear, AdaptedMatrix)
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)

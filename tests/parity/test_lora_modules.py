@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from tests.gpu_worker.lora.random_adapter import save_adapter
+from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
 from tests.parity.state_checkpoints import write_model
 from tests.parity.test_lora_layouts import Layouts
-from tokenloom.engine_core.data.config import LoraConfig
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, WorkerConfig
+from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.gpu_worker.checkpoint.served_how import served_how
 
 LLAMA: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,6 +35,31 @@ def test_layers_of_modules(kind: str, tmp_path: Path) -> None:
     """Whatever its linear layers are called, and whether several of them are computed as one."""
     layouts = Layouts(tmp_path, save_random(kind, tmp_path), MODELS[kind])
     layouts.check(layouts.engine(model_impl="transformers"))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_over_ranks(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Matrices are cut as the layers are, by the plans of their classes."""
+
+    def executor(config: EngineConfig) -> Executor:
+        return RankThreads(config, tmp_path)
+
+    layouts = Layouts(tmp_path, save_random(kind, tmp_path), MODELS[kind])
+    engine = layouts.engine(model_impl="transformers", executor=executor, parallel=parallel(*shape))
+    layouts.check(engine)
+    engine.core.shutdown()
+
+
+def test_inputs_that_ranks_round_together_are_refused(tmp_path: Path) -> None:
+    model = save_random("qwen3", tmp_path, head_dim=32, intermediate_size=128)
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(model), device="cpu", quantization="int8-dynamic", model_impl="transformers"),
+        lora=LoraConfig(enable=True),
+        parallel=parallel(2),
+    )
+    with pytest.raises(ValueError, match="enable_lora: transformers' modules have no adapters over several workers"):
+        served_how(config, has_gpu=False)
 
 
 @pytest.mark.parametrize("layout", [{"kinds": ("w1", "w2"), "has_experts": True}, {"modules_to_save": ["norm"]}])

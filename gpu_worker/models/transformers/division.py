@@ -90,6 +90,10 @@ class SplitLinear:
         return self._part(take_part(x, (len(x), self._inputs)), dtype)
 
 
+EXCHANGES = (SplitLinear, SummedLinear, GatheredLinear)
+"""Layers around a product of this rank, which is their ``_part``."""
+
+
 def part_of(module: nn.Module) -> ModulePart | None:
     """Return which part of a layer this module is; None: it is whole."""
     part: ModulePart | None = module.__dict__.get(_ATTRIBUTE)

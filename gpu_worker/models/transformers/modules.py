@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from ...checkpoint.weights import Adapt, LayerPart
+from ...checkpoint.weights import Adapt, LayerPart, indices
 from ...layers.activation import ACTIVATIONS
 from ...layers.linear import Linear, report_share
 from ...layers.norm import rms_norm
 from ...ops.ops import Ops
-from .division import part_of
+from ...parallel.sharding import Dimension, length, total
+from .division import EXCHANGES, ModulePart, part_of
 from .experts import ModuleExperts, can_group
 from .paged_attention import UnservableModel
 from .selective_scan import UNPACKED, is_selective_scan
@@ -108,6 +109,7 @@ class MergedPart(nn.Module):
         self._dtype = layer.weight.dtype
         self.weight = AbsentWeight.like(layer.weight)
         self.bias = None if layer.bias is None else AbsentWeight.like(layer.bias)
+        self.__dict__["part"] = part_of(layer)
 
     def forward(self, x: Tensor) -> Tensor:
         _check_dtype(x, self._dtype)
@@ -201,9 +203,11 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 class LinearModule(nn.Module):
     """Computes one of our linear layers where transformers has ``nn.Linear``."""
 
-    def __init__(self, linear: Linear, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, linear: Linear, weight: Tensor, bias: Tensor | None, part: ModulePart | None = None) -> None:
+        """``part``: which part of a layer ``linear`` computes; None: all of it."""
         super().__init__()
         self._linear = linear
+        self.__dict__["part"] = part
         self.out_features, self.in_features = weight.shape
         self._dtype = weight.dtype
         self.weight = AbsentWeight.like(weight)
@@ -272,7 +276,7 @@ def _replacement(module: nn.Module, quantization: str | None, ops: Ops) -> nn.Mo
         bias = None if module.bias is None else module.bias.detach()
         if (part := part_of(module)) is not None:
             seen = torch.empty(part.shape, dtype=weight.dtype, device="meta")
-            return LinearModule(part.make(weight, bias, quantization), seen, bias)
+            return LinearModule(part.make(weight, bias, quantization), seen, bias, part)
         return LinearModule(make_layer(weight, bias, quantization), weight, bias)
     if type(module).__name__.endswith("RMSNorm"):
         return _replace_norm(module, ops)
@@ -298,7 +302,8 @@ def _replace_norm(module: Any, ops: Ops) -> nn.Module | None:
 
 
 class _Layer(NamedTuple):
-    """Names where one of our layers is, and the linear layers of transformers that it computes."""
+    """Names where one of our layers is, and the linear layers of transformers that it computes. Of a layer that ranks
+    exchange rows around, it is the product between."""
 
     owner: Any
     attribute: str
@@ -318,11 +323,30 @@ def _layers_of(model: nn.Module) -> list[_Layer]:
     found: dict[int, _Layer] = {}
     for name, module in model.named_modules():
         if isinstance(module, LinearModule):
-            found[id(module)] = _Layer(module, "_linear", [(name, module)])
+            found[id(module)] = _Layer(*_product(module), [(name, module)])
         elif isinstance(module, MergedPart):
             merged = module.__dict__["merged"]
             found.setdefault(id(merged), _Layer(merged, "linear", [])).modules.append((name, module))
     return list(found.values())
+
+
+def _product(module: LinearModule) -> tuple[Any, str]:
+    """Return the object, and its attribute, that is the product of a layer without exchanges."""
+    owner, attribute = module, "_linear"
+    while isinstance(inner := getattr(owner, attribute), EXCHANGES):
+        owner, attribute = inner, "_part"
+    return owner, attribute
+
+
+def _seen_by_adapters(name: str, module: Any) -> tuple[LayerPart, Dimension]:
+    """Return what adapters see of a linear layer, and its inputs."""
+    part: ModulePart | None = module.__dict__["part"]
+    if part is None:
+        return LayerPart(name, module.out_features, name, module.out_features), module.in_features
+    columns = indices(part.inputs)
+    adds_bias = columns is None or part.group.rank == 0
+    rows, count, of_all = indices(part.outputs), length(part.outputs), total(part.outputs)
+    return LayerPart(name, count, name, of_all, rows, columns=columns, adds_bias=adds_bias), part.inputs
 
 
 def adapt_layers(model: Any, probe: Callable[[], int], adapt: Adapt, dtype: torch.dtype) -> None:
@@ -343,9 +367,8 @@ def adapt_layers(model: Any, probe: Callable[[], int], adapt: Adapt, dtype: torc
     for number, layer in enumerate(layers):
         is_output = layer.owner is output and layer.modules[0][0] == "lm_head"
         if is_output or (calls[number] == [count] and not any(".experts." in name for name, _ in layer.modules)):
-            sizes = [(name, module.out_features) for name, module in layer.modules]
-            parts = [LayerPart(name, outputs, name, outputs) for name, outputs in sizes]
-            layer.set(adapt.wrap(layer.get(), parts, layer.modules[0][1].in_features, dtype))
+            seen = [_seen_by_adapters(name, module) for name, module in layer.modules]
+            layer.set(adapt.wrap(layer.get(), [part for part, _ in seen], seen[0][1], dtype))
 
 
 def _counting(linear: Linear, calls: list[int]) -> Linear:

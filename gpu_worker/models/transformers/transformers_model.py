@@ -23,6 +23,7 @@ from ...checkpoint.weights import Adapt, Checkpoint
 from ...device.memory import return_freed
 from ...layers.embedding import InputEmbeds
 from ...layers.expert_routes import ExpertRoutes
+from ...layers.linear import ROUNDS_ROWS
 from ...ops.ops import Ops
 from ...parallel.group import ALONE
 from ...parallel.ranks import ONLY_RANK, Ranks, Stage
@@ -218,10 +219,11 @@ class TransformersModel:
             given = torch.ones(1, NUM_PROBED, declared.hidden_size, dtype=self._dtype, device=self._device)
         rules = record(body, model, declared.max_model_len, self._device, given)
         self.routes = routes_of_modules(body, NUM_PROBED)
-        if self._adapt is not None and states is None and self._ranks.place.is_whole:
-            # Layers with states are computed sequence by sequence.
-            adapt_layers(model, partial(_compute_some, model, body, self._device), self._adapt, self._dtype)
         layout, place = None if states is None else states.layout, self._ranks.place
+        if self._adapt is not None and states is None:  # layers with states are computed sequence by sequence
+            if place.tensor_size > 1 and self._quantization in ROUNDS_ROWS:
+                raise UnservableModel(f"has no adapters over workers with {self._quantization}: leave out one of them")
+            adapt_layers(model, partial(_compute_some, model, body, self._device, given), self._adapt, self._dtype)
         text, count = found.config.get_text_config(decoder=True), self._num_layers
         self._set_config(_of_rank(complete(declared, text, rules, layout, count), place, declared.num_layers))
         if place.num_stages > 1:
@@ -300,9 +302,13 @@ def _naming(found: CausalClass, path: Path, divide: Callable[[Any], None]) -> Ca
     return named
 
 
-def _compute_some(model: Any, body: Any, device: torch.device, count: int = 7) -> int:
-    """Compute a few different tokens with transformers' own attention. Returns how many."""
+def _compute_some(model: Any, body: Any, device: torch.device, given: Tensor | None, count: int = 7) -> int:
+    """Compute a few different tokens with transformers' own attention. Returns how many. ``given``: what a later stage
+    is given in their place, [1, n, hidden_size]."""
     model.set_attn_implementation("eager")
+    if given is not None:
+        body(inputs_embeds=given, use_cache=False)
+        return given.shape[1]
     body(input_ids=torch.arange(count, device=device)[None], use_cache=False)
     return count
 

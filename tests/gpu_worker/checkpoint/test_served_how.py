@@ -209,6 +209,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_layers_of_which_each_head_has_queries_keys_and_values_are_divided_by_heads(tmp_path: Path) -> None:
+    entries = of("GPTNeoXForCausalLM", "gpt_neox", num_attention_heads=4, hidden_size=96)
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 does not divide num_attention_heads 4"):
+        answer(tmp_path, entries, parallel=ParallelConfig(tensor_parallel_size=3))
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
     options, reason = OPTIONS[name]

@@ -263,8 +263,12 @@ def has_stages(kind: str, directory: Path) -> bool:
 
 
 def _divisible(plan: Mapping[str, str]) -> list[str]:
-    has_heads = any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items())
-    has_mlp = any(name.endswith("mlp.down_proj") and "rowwise" in style for name, style in plan.items())
+    # In one of GPT-NeoX's layers are the queries, keys and values of all heads, head by head.
+    has_heads = any(
+        name.endswith((".k_proj", ".query_key_value")) and style == "colwise" for name, style in plan.items()
+    )
+    ends = ("mlp.down_proj", "mlp.dense_4h_to_h")
+    has_mlp = any(name.endswith(ends) and "rowwise" in style for name, style in plan.items())
     return [*["num_attention_heads", "num_key_value_heads"] * has_heads, *["intermediate_size"] * has_mlp]
 
 

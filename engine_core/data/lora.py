@@ -153,6 +153,29 @@ def read_adapter_files(path: Path) -> AdapterFiles:
     return AdapterFiles(config, weights, digest.digest())
 
 
+class AdapterSize(NamedTuple):
+    """Says what an adapter's files show before they are read."""
+
+    nbytes: int
+    """Of the weights; 0: there are none, and loading the adapter says so."""
+    keeps_files: bool
+    """Whether it depends on the model's own weights, so that it is made again when they change."""
+    has_layers: bool
+    """Whether it has whole layers, which take the place of the model's."""
+
+
+def adapter_size(path: Path) -> AdapterSize:
+    """Return the size of the adapter in the directory ``path``, whatever is wrong with its files."""
+    try:
+        nbytes = (path / WEIGHTS).stat().st_size
+        config = msgspec.json.decode((path / CONFIG).read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError, RecursionError):
+        return AdapterSize(0, keeps_files=False, has_layers=False)
+    has_layers = bool(config.get("modules_to_save"))
+    keeps_files = has_layers or bool(config.get("use_dora")) or config.get("bias", "none") != "none"
+    return AdapterSize(nbytes, keeps_files, has_layers)
+
+
 def read_rank(config: dict[str, Any], max_rank: int) -> int:
     """Return the largest rank that an adapter's configuration states. Raises ``ValueError`` naming a rank that is not
     from 1 to ``max_rank``, or a pattern that is not one."""

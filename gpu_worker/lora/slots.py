@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.config import LoraConfig
-from tokenloom.engine_core.data.lora import WEIGHTS, LoraInfo
+from tokenloom.engine_core.data.lora import LoraInfo, adapter_size
 
 from ..batch.input_batch import StepInputs
 from ..batch.prompt_rows import TokenRows
@@ -144,17 +144,19 @@ class LoraSlots:
 
     def reserved_bytes(self) -> int:
         """Return what adapters will take of the model's device: on a host those that are named at the start, whose size
-        their files show; elsewhere an adapter of the largest rank in every slot."""
+        their files show; elsewhere an adapter of the largest rank in every slot, and the largest whole layers of those
+        that are named."""
+        named = [adapter_size(Path(path)) for _, path in self._config.named_paths()]
         if self._device.type == "cpu":
-            files = (Path(path) / WEIGHTS for _, path in self._config.named_paths())
-            return sum(file.stat().st_size for file in files if file.is_file())
+            return sum(size.nbytes * (1 + size.keeps_files) for size in named)  # the files beside what is made of them
         rank, itemsize = self._config.max_lora_rank, self._dtype.itemsize
         numbers = 0
         for stored, parts in self._parts.items():
             for part in parts.values():
                 inputs = self._shapes[stored][1] if part.columns is None else len(part.columns)
                 numbers += (inputs + part.outputs) * rank
-        return self._config.max_loras * numbers * itemsize
+        layers = sorted((size.nbytes for size in named if size.has_layers), reverse=True)
+        return self._config.max_loras * numbers * itemsize + sum(layers[: self._config.max_loras])
 
     def load(self, path: Path) -> LoraInfo:
         """Keep an adapter in host memory. Raises ``ValueError`` naming what is wrong or not supported."""

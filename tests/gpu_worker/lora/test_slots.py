@@ -96,17 +96,22 @@ def test_dropped_layers_give_their_memory_back(model: Path, adapter: Path) -> No
     assert len(worker._loras._layers) == 9
 
 
+@pytest.mark.parametrize(
+    ("entries", "copies"),
+    [({}, 1), ({"use_dora": True}, 2), ({"kinds": ("o_proj",), "modules_to_save": ["k_proj"]}, 2)],
+)
 def test_memory_for_adapters_is_left_out_of_the_pool(
-    model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, Any], copies: int
 ) -> None:
     """Those that are named at the start are read after the pool was sized."""
+    adapter = save_adapter(tmp_path / "adapter", model, **entries)
     worker = make_engine(model, adapter).core.executor._worker  # type: ignore[attr-defined]
     asked = []
     monkeypatch.setattr(worker._platform, "kv_memory", lambda activations, _: asked.append(activations) or 0)
     worker.determine_available_memory()
     size = (adapter / "adapter_model.safetensors").stat().st_size
-    assert asked == [worker._largest.activation_bytes + size]
-    assert worker._loras._adapters[worker._loras.load(adapter).digest].nbytes > size / 2
+    assert asked == [worker._largest.activation_bytes + copies * size]
+    assert worker._loras._adapters[worker._loras.load(adapter).digest].nbytes > size * (copies - 0.5)
 
 
 def test_steps_with_magnitudes_are_recorded(model: Path, tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ class _Member:
     identity: EngineIdentity
     size: int = 0
     """Ranks of the group, as this one knows it; 0: it is no member."""
+    leaves: bool = False
+    """Whether it was asked to leave, which it does not take back: its requests go on elsewhere."""
 
 
 @dataclass(slots=True)
@@ -146,7 +148,8 @@ class DataParallelGroups:
 
     def resize(self, name: str, size: int) -> Commands:
         """Return the commands that change the size of a group. Raises ``InvalidArgument`` for a size of 0, ``NotFound``
-        for an unknown group, ``FailedPrecondition`` naming the ranks that must be started first."""
+        for an unknown group, ``FailedPrecondition`` naming the ranks that must be started first, or started again
+        because an earlier change made them leave."""
         if size < 1:
             raise InvalidArgument("data_parallel_size must be at least 1", "data_parallel_size")
         group = self._find(name)
@@ -155,6 +158,14 @@ class DataParallelGroups:
             raise FailedPrecondition(
                 f"ranks {missing} of data-parallel group {name!r} have not joined; start them first"
             )
+        leaving = sorted(rank for member in group.members.values() if member.leaves and (rank := _rank(member)) < size)
+        if leaving:
+            raise FailedPrecondition(
+                f"ranks {', '.join(map(str, leaving))} of data-parallel group {name!r} leave it by an earlier change "
+                "of its size; stop them and start them again first"
+            )
+        for member in group.members.values():
+            member.leaves = _rank(member) >= size
         return [(engine, EngineCommand(data_parallel_size=size)) for engine in group.members]
 
     async def wait_resized(self, name: str, size: int) -> None:
@@ -179,3 +190,7 @@ class DataParallelGroups:
         if (group := self._groups.get(name)) is None:
             raise NotFound(f"No rank of data-parallel group {name!r} has joined.")
         return group
+
+
+def _rank(member: _Member) -> int:
+    return member.identity.data_parallel_rank

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError
 from tokenloom.engine_core.data.messages import GroupState
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 
 from ..core.core_link import CoreLink
 from ..records.load import LoadTracker
@@ -24,6 +24,8 @@ class DataParallel:
         self._load = load
         self._rank = rank
         self._has_waves = core.ready.has_waves
+        self._wanted = 0  # the size of the latest change; 0: there was none
+        self._has_left = False
         load.group = GroupState(0, False, None, None) if self._has_waves else GroupState(size, True, None, None)
 
     @property
@@ -51,21 +53,32 @@ class DataParallel:
 
         ``leave`` ends the live requests, which continue elsewhere, and returns when none is left.
 
-        Raises ``InvalidArgument`` for a size of 0, ``FailedPrecondition`` if the core refuses.
+        Raises ``InvalidArgument`` for a size of 0, ``FailedPrecondition`` if the core refuses, if an earlier change
+        made this rank leave, or if a later change overtakes this one.
         """
         if size < 1:
             raise InvalidArgument("data_parallel_size must be at least 1", "data_parallel_size")
         leaves = self._rank >= size
+        # Its requests go on elsewhere, and it refuses new ones for good: as a member it would serve nothing.
+        if self._has_left and not leaves:
+            raise FailedPrecondition(
+                f"rank {self._rank} has left its data-parallel group, or is leaving it; stop it and start it again"
+            )
+        self._wanted, self._has_left = size, leaves
         log.info("data-parallel group: %d ranks wanted; this one is %s", size, "removing" if leaves else "existing")
         if leaves:
             await leave()
         if not self._has_waves:
-            self._load.set_group(GroupState(size, not leaves, None, None))
+            self._load.set_group(GroupState(self._wanted, not leaves, None, None))
             return
         if not self._state.is_member:
             return  # a newcomer: the members admit it
         await self._core.call("resize_group", size)
-        await self._load.until(lambda: self._state.size == size or not self._state.is_member)
+        await self._load.until(lambda: self._state.size == size or not self._state.is_member or self._wanted != size)
+        if self._state.is_member and self._state.size != size:
+            raise FailedPrecondition(
+                f"another change of the data-parallel group, to {self._wanted} ranks, overtook this"
+            )
         if leaves:
             await self._core.client.close()  # it would keep its memory
         log.info("data-parallel group: %s", "shutdown complete" if leaves else "reconfigure finished")

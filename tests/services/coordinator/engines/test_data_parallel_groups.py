@@ -113,3 +113,20 @@ async def test_a_group_that_is_lost_while_it_changes_is_no_hang(
         groups.leave(rank)
     with pytest.raises(NotFound):
         await waiting
+
+
+def test_a_rank_that_is_leaving_is_no_member_again_until_it_was_started_again() -> None:
+    groups, ranks = DataParallelGroups(), [identity(rank) for rank in range(3)]
+    for each in ranks:
+        groups.join(each)
+        groups.report(each, report(size=3))
+    assert len(groups.resize("g", 2)) == 3
+    with pytest.raises(FailedPrecondition, match="ranks 2 of data-parallel group 'g' leave it by an earlier change"):
+        groups.resize("g", 3)
+    assert len(groups.resize("g", 1)) == 3
+    with pytest.raises(FailedPrecondition, match="ranks 1, 2 of"):
+        groups.resize("g", 3)
+    for rank in (1, 2):
+        groups.leave(ranks[rank])
+        groups.join(identity(rank))
+    assert len(groups.resize("g", 3)) == 3

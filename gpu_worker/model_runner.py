@@ -12,7 +12,13 @@ import torch
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import ExpertBalance, ExpertLoads, RoutedExperts
-from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+    StateBases,
+)
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
@@ -109,6 +115,8 @@ class ModelRunner:
         self._device = parts.device
         self._prefill = self._make_prefill() if self._ranks.prefill.size > 1 else None
         self._states = parts.states
+        layout = model.config.states
+        self._bases = StateBases(is_strict=layout.chunk > 1) if self._states is not None and layout else None
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self.kv_caches: list[KVCache] = []
         """The cache of each layer."""
@@ -220,11 +228,13 @@ class ModelRunner:
         """Return a step that was planned ahead with the drafts that it verifies."""
         keeper = self._speculation if self._samples else self._sampled_tokens
         assert keeper is not None, "drafts come only if speculation is configured"
-        return step.with_drafts(self._batch.num_known_tokens, keeper.proposed)
+        return step.with_drafts(self._batch.num_known_tokens, keeper.proposed, self._bases)
 
     def _forget_requests(self) -> None:
         self._batch.clear()
         self._expected_tokens.clear()
+        if self._bases is not None:
+            self._bases.clear()
 
     def _compute(self, inputs: StepInputs, *, adapted: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token. ``adapted``: rows

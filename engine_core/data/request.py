@@ -122,7 +122,10 @@ _NONE = frozenset[int]()
 class RequestState:
     """Holds the slot of a request, which has the state after all of its computed tokens."""
 
-    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "last", "lent_slot", "message", "num_drafts", "slot")
+    __slots__ = (
+        *("draft_slot", "fork", "hit", "is_kept", "last", "lent_slot", "message", "num_drafts", "num_verifying"),
+        "slot",
+    )
 
     def __init__(self) -> None:
         self.slot = -1
@@ -133,6 +136,8 @@ class RequestState:
         """The slot that takes the state after the drafts of the step in work; -1: it has none."""
         self.num_drafts = 0
         """How many these are."""
+        self.num_verifying = 0
+        """How many steps in flight verify drafts, where they are planned before those are verified."""
         self.last = 0
         """After how many tokens of the prompt the last state is kept; 0: none is."""
         self.message = 0

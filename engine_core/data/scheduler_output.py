@@ -3,8 +3,9 @@
 Workers return a promise of a step's output while the device still computes, and executors pass it on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -63,6 +64,86 @@ class StateRun(msgspec.Struct, array_like=True, gc=False):
     slot that is read keeps what it has."""
 
 
+class _Base(NamedTuple):
+    slot: int
+    """Where the state before the drafts of a request's latest step lies."""
+    num_tokens: int
+    """After how many tokens."""
+    draft_slot: int
+    """Where the state after them lies; -1: the step had no place for drafts."""
+    num_drafts: int
+
+
+class StateBases:
+    """Knows in which slots the states of requests lie whose steps are planned before the drafts are known that are
+    right: the worker's part of such a plan.
+
+    A request has two slots. If all drafts of a step are right, its state is the one after them, and the other slot is
+    free for the next drafts. If one is wrong, its state is the one before them, and the next step computes those that
+    were right again, in the place of drafts.
+    """
+
+    def __init__(self, *, is_strict: bool) -> None:
+        """``is_strict``: whether each decoded token is a run of its own (a ``ModelInfo.state_chunk`` above 1)."""
+        self._is_strict = is_strict
+        self._bases: dict[str, _Base] = {}
+
+    def has(self, req_id: str) -> bool:
+        """Return whether the slot of a request is known here only."""
+        return req_id in self._bases
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Forget requests that ended or lost their slots."""
+        for req_id in req_ids:
+            self._bases.pop(req_id, None)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._bases.clear()
+
+    def missing(self, req_id: str, num_known: int) -> int:
+        """Return how many of the known tokens of a request its state lacks."""
+        return num_known - self._before(req_id, num_known).num_tokens
+
+    def take(self, runs: Sequence[StateRun], num_known: int, num_places: int, num_drafts: int) -> list[StateRun]:
+        """Return the runs of a request in a step that begins now, and note where its state is behind it.
+
+        Args:
+            runs: Those of the plan: a token, and the places for drafts.
+            num_known: Its tokens of prompt and output.
+            num_places: Drafts that the plan has room for.
+            num_drafts: Those that the step verifies; none if the state lacks more than the last token.
+        """
+        req_id = runs[0].req_id
+        before = self._before(req_id, num_known)
+        read, written = runs[0].read, runs[0].written
+        if self.has(req_id):
+            read = written = before.slot
+        # The plan names both slots, in either order, or its own and another one where no drafts were in flight.
+        other = runs[-1].written if written == runs[0].written else runs[0].written
+        missing = num_known - before.num_tokens
+        if num_places:
+            self._bases[req_id] = _Base(written, num_known, other, num_drafts)
+        else:
+            self._bases.pop(req_id, None)  # the next plan knows its slot
+        found = self._runs(req_id, missing, read, written)
+        return found + self._runs(req_id, num_drafts, written, other)
+
+    def _before(self, req_id: str, num_known: int) -> _Base:
+        """Return where the state of a request is now, and which other slot it has."""
+        base = self._bases.get(req_id)
+        if base is None:
+            return _Base(-1, num_known - 1, -1, 0)
+        if base.num_drafts and num_known - 1 == base.num_tokens + base.num_drafts:
+            return _Base(base.draft_slot, num_known - 1, base.slot, 0)
+        return base._replace(num_drafts=0)
+
+    def _runs(self, req_id: str, count: int, read: int, written: int) -> list[StateRun]:
+        if not self._is_strict:
+            return [StateRun(req_id, count, read, written)] if count else []
+        return [StateRun(req_id, 1, written if index else read, written) for index in range(count)]
+
+
 UNKNOWN_DRAFT = -1
 """Stands for a draft that only the worker knows."""
 
@@ -103,7 +184,12 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """Whether steps are planned before the drafts are known that they verify, and how many of those before them are
     right: then ``draft_token_ids`` says how many each request has at most, and the worker calls :meth:`with_drafts`."""
 
-    def with_drafts(self, num_known: Callable[[str], int], proposed: Mapping[str, Sequence[int]]) -> "SchedulerOutput":
+    def with_drafts(
+        self,
+        num_known: Callable[[str], int],
+        proposed: Mapping[str, Sequence[int]],
+        bases: StateBases | None = None,
+    ) -> "SchedulerOutput":
         """Return the step with what the worker knows when it begins.
 
         Every request in ``draft_token_ids`` computes its last known token and the drafts that were ``proposed`` after
@@ -113,7 +199,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
         Args:
             num_known: Returns how many tokens of prompt and output a request has.
             proposed: What the worker proposed after the step before this one.
+            bases: Where the states of requests are; None: the model keeps none.
         """
+        if bases is not None:
+            return self._with_states(num_known, proposed, bases)
         if not self.draft_token_ids:
             return self
         scheduled, drafts = dict(self.num_scheduled_tokens), dict[str, list[int]]()
@@ -133,6 +222,37 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             draft_token_ids=drafts,
+        )
+
+    def _with_states(
+        self, num_known: Callable[[str], int], proposed: Mapping[str, Sequence[int]], bases: StateBases
+    ) -> "SchedulerOutput":
+        """Do the same where layers keep a state: what it lacks is computed first, and drafts follow one token only."""
+        bases.forget([*self.finished_req_ids, *self.preempted_req_ids, *self.scheduled_cached_reqs.resumed_token_ids])
+        cached, scheduled = self.scheduled_cached_reqs, dict(self.num_scheduled_tokens)
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        drafts, runs = dict[str, list[int]](), list[StateRun]()
+        for req_id, of_request in groupby(self.state_runs, lambda run: run.req_id):
+            planned, places = list(of_request), self.draft_token_ids.get(req_id)
+            if places is None and not bases.has(req_id):
+                runs += planned
+                continue
+            known, num_places = num_known(req_id), len(places or ())
+            missing = bases.missing(req_id, known)
+            found = [*proposed.get(req_id, ())[:num_places]] if missing == 1 else []
+            scheduled[req_id], computed[req_id] = missing + len(found), known - missing
+            if found:
+                drafts[req_id] = found
+            runs += bases.take(planned, known, num_places, len(found))
+        return msgspec.structs.replace(
+            self,
+            scheduled_cached_reqs=msgspec.structs.replace(
+                cached, num_computed_tokens=[computed[req_id] for req_id in cached.req_ids]
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            draft_token_ids=drafts,
+            state_runs=runs,
         )
 
     def num_computed_tokens(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ from ..data.lora import LoraConfig, LoraInfo, read_adapter_files, read_rank
 from ..data.messages import Logprobs
 from ..data.model_info import FreedMemory, MediaTraits, ModelInfo, slots_offset
 from ..data.parallel_config import ExpertPeers
-from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput, StateBases
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from .hash_row import HashRow, cross_entries, hash_logprobs, hash_pooled, hash_pooling
@@ -159,6 +159,7 @@ class HashWorker:
         self._cross_rows = cross_rows
         self._states = HashStates(state_chunk, state_bytes) if state_chunk else None
         self._state_bytes = state_bytes if state_chunk else 0
+        self._bases = StateBases(is_strict=state_chunk > 1) if state_chunk else None
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._media: dict[str, list[MediaSpan]] = {}
@@ -255,7 +256,7 @@ class HashWorker:
         """Return a step with the drafts that it verifies, if its plan does not name them."""
         if not step.defers_drafts:
             return step
-        return step.with_drafts(lambda req_id: len(self._rows[req_id].token_ids), self._proposed)
+        return step.with_drafts(lambda req_id: len(self._rows[req_id].token_ids), self._proposed, self._bases)
 
     def execute_dummy_batch(self) -> None:
         """Write a token to the first place of ``NULL_BLOCK``, as a model's step would."""

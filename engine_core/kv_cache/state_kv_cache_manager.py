@@ -97,7 +97,8 @@ class StateKVCacheManager(KVCacheManager):
         """
         state, count = request.state, request.num_computed_tokens
         is_whole = state is not None and state.slot >= 0 and not self.states.is_pending(state.slot)
-        skips = request.skip_reading_prefix_cache or request.routed_rows is not None
+        # Where drafts are in flight the worker alone knows which of two slots has the state.
+        skips = request.skip_reading_prefix_cache or request.routed_rows is not None or self.states.defers
         if not (self.enable_prefix_caching and is_whole and count) or skips or self.pool.wrong:
             return
         assert state is not None

@@ -64,6 +64,8 @@ class StateSlotPool:
         """Those of the step that is being planned, in the order in which its requests were added."""
         self.fork_tokens = FORK_TOKENS
         self.far_tokens = FAR_TOKENS
+        self.defers = False
+        """Whether steps are planned before the drafts of those before them are verified."""
         self.num_kept = 0
         """How many states were kept so far."""
         self.preempted = Counter[str]()
@@ -147,8 +149,12 @@ class StateSlotPool:
         """Plan the runs of drafts after the token of a request that the step computes. A slot is free for them."""
         state = request.state
         assert state is not None
-        assert state.draft_slot < 0, "the drafts of one step at a time"
-        [state.draft_slot], state.num_drafts = self.pool.allocate(1), num_drafts
+        state.num_drafts = num_drafts
+        if self.defers:  # where drafts are in flight, the worker alone knows which of its two slots has the state
+            state.num_verifying += 1
+        if not self.defers or state.draft_slot < 0:
+            assert state.draft_slot < 0, "the drafts of one step at a time"
+            [state.draft_slot] = self.pool.allocate(1)
         # Drafts are verified in the form of decoded tokens, whatever their number.
         counts = [1] * num_drafts if self.is_strict else [num_drafts]
         read, runs = state.slot, self._draft_runs.setdefault(request.request_id, [])
@@ -164,12 +170,26 @@ class StateSlotPool:
         assert state is not None
         draft_slot, state.draft_slot = state.draft_slot, -1
         assert draft_slot >= 0, "the drafts have no state"
+        if self.defers:
+            return self._verified_later(state, draft_slot, num_drafts, num_right)
         if num_right < num_drafts:
             self.pool.release([draft_slot])
             return 0
         self.pool.release([state.slot])
         state.slot, state.is_kept = draft_slot, False
         return num_drafts
+
+    def _verified_later(self, state: RequestState, draft_slot: int, num_drafts: int, num_right: int) -> int:
+        """Do the same where another step of the request may be in flight. Those that were right count as computed: that
+        step, or the next one, computes them again."""
+        if num_drafts and num_right == num_drafts:
+            state.slot, draft_slot, state.is_kept = draft_slot, state.slot, False
+        state.num_verifying -= 1
+        if state.num_verifying:
+            state.draft_slot = draft_slot
+        else:
+            self.pool.release([draft_slot])
+        return num_right
 
     def take_runs(self) -> list[StateRun]:
         """Return the runs of the planned step, those of each request together."""

@@ -246,10 +246,10 @@ class Drafts:
             if not drafts or (request := self._requests.get(request_id)) is None:
                 continue
             num_right = max(0, len(token_ids) - 1)
+            num_drafts = result.num_verified.get(request_id, 0) if self.defers else len(drafts)
             if request.status is RequestStatus.RUNNING:  # a preempted one has no computed tokens left
-                self._take_off_wrong(request, len(drafts), num_right)
-            num_drafts = len(drafts)
-            if self.defers and not (num_drafts := result.num_verified.get(request_id, 0)):
+                self._take_off_wrong(request, len(drafts), num_drafts, num_right)
+            if not num_drafts:
                 continue  # the worker found none to propose
             stats.count(num_drafts, num_right)
             for position in range(num_right):
@@ -259,15 +259,16 @@ class Drafts:
             request.draft_history.add(num_drafts, num_right, request.num_tokens + len(token_ids))
         return num_unproposed(scheduled, result)
 
-    def _take_off_wrong(self, request: Request, num_drafts: int, num_right: int) -> None:
+    def _take_off_wrong(self, request: Request, num_places: int, num_drafts: int, num_right: int) -> None:
+        """Take the drafts that were wrong, or that the worker did not have, off a step with so many places for them."""
         num_valid = num_right
         if self._kv.states is not None:
             num_valid = self._kv.states.verified(request.kv, num_drafts, num_right)
         # The blocks that rejected drafts took stay with the request: the next tokens need them, and giving them back
         # would move the table under the worker.
-        request.kv.num_computed_tokens -= num_drafts - num_valid
+        request.kv.num_computed_tokens -= num_places - num_valid
         if self.defers:
-            request.kv.num_unverified -= num_drafts
+            request.kv.num_unverified -= num_places
 
     def accepted(self, request: Request) -> None:
         """Let blocks be hit that accepted drafts have filled. The request has all tokens of the step."""

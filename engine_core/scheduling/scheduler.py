@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec.structs import replace
+
 from ..data.config import EngineConfig, SchedulerConfig
 from ..data.core_params import ModelPooling
 from ..data.kv_events import KVEventLog
@@ -91,9 +93,18 @@ class Scheduler:
         self._recorder = recorder = StatsRecorder(clock, cache, scheduler)
         self._adapters = adapters
         overlaps_drafts = speculative is not None and scheduler.async_scheduling
-        # A step with states names their slots, which depend on the drafts that were right: there a request waits for
-        # its last step, as with pipeline stages, and the next one computes others.
-        defers_drafts = overlaps_drafts and num_stages == 1 and self._states is None
+        defers_drafts = overlaps_drafts and num_stages == 1
+        if defers_drafts and self._states is not None:
+            # Right drafts beside a wrong one are computed again, by a step that was planned before: their rows stay
+            # free. Without enough of them a request waits for its last step, as with pipeline stages.
+            assert speculative is not None
+            num_again = scheduler.max_num_seqs * speculative.num_speculative_tokens
+            num_others = scheduler.max_num_batched_tokens - num_again
+            has_room = num_others >= num_again and num_others > self._states.most_of_chunk
+            defers_drafts = has_room and scheduler.enable_chunked_prefill and not self._states.keeps_all
+            self._states.defers = defers_drafts
+            if defers_drafts:
+                scheduler = replace(scheduler, max_num_batched_tokens=num_others)
         num_parts = max(num_stages, 2) if overlaps_drafts and not defers_drafts else num_stages
         self._planner = StepPlanner(scheduler, live, self.kv, self._remote, recorder, clock, adapters, num_parts)
         self.ended = EndedRequests(live, self.kv, self._remote, grammars, self._in_flight, recorder, adapters)

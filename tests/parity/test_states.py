@@ -143,8 +143,8 @@ def test_drafts_of_built_in_layers(kind: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("kind", OWN_HEADS)
 def test_drafts_of_its_own_head(kind: str, overlaps: bool, dtype: str, tmp_path: Path) -> None:
-    """In bfloat16 the tokens are those of an engine that drafts nothing. With overlapping steps a request waits for its
-    last one, and others are computed meanwhile."""
+    """In bfloat16 the tokens are those of an engine that drafts nothing. Overlapping steps are planned before it is
+    known in which slot the state of a request lies."""
     reference = Reference(kind, **OWN_HEADS[kind])
     for name, parameter in reference.model.named_parameters():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
@@ -159,6 +159,8 @@ def test_drafts_of_its_own_head(kind: str, overlaps: bool, dtype: str, tmp_path:
         assert plain == reference.answers(prompts, 30)
     engine = make_drafting(tmp_path, "mtp", **settings, async_scheduling=overlaps)
     assert engine.core.executor.max_concurrent_batches == 1 + overlaps
+    assert engine.core.scheduler.drafts is not None
+    assert engine.core.scheduler.drafts.defers == overlaps
     for _ in range(2):  # the second time the prompts' beginnings are found
         assert engine.generate(prompts, [30] * 3) == plain
     counts = engine.stats.spec_decoding

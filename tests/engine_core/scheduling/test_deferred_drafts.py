@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine_core.executor.late import EXECUTORS, LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, finish, lose_steps, make_config, make_request, make_worker, tokens_of
@@ -232,8 +233,10 @@ def test_blocks_that_a_window_still_sees_are_kept(num_blocks: int, accuracy: flo
 
 
 @pytest.mark.parametrize("executor", ["late", "threaded"])
-def test_a_failed_step_loses_no_token(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_core(executor, num_drafts=4, draft_accuracy=0.7)
+@pytest.mark.parametrize("chunk", [0, 1, 4])
+def test_a_failed_step_loses_no_token(chunk: int, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = {"num_drafts": 4, "draft_accuracy": 0.7}
+    core = state_core(chunk, 8, executor, **drafts) if chunk else make_core(executor, **drafts)
     core.add_request(make_request("a", PROMPT, 30))
     tokens: list[int] = []
     lose_steps(monkeypatch, every=5)
@@ -246,7 +249,7 @@ def test_a_failed_step_loses_no_token(executor: str, monkeypatch: pytest.MonkeyP
         except OSError:
             num_lost += 1
             check_scheduler(core.scheduler)
-    assert tokens == expected_tokens(PROMPT, 30, VOCAB_SIZE)
+    assert tokens == expected_tokens(PROMPT, 30, VOCAB_SIZE, state_chunk=chunk)
     assert num_lost
     core.shutdown()
 
@@ -289,3 +292,80 @@ def test_random_requests_with_aborts_and_preemptions() -> None:
     runs = [random_run(seed) for seed in range(48)]
     assert sum(stats.num_accepted_tokens for stats, _ in runs) > 500
     assert sum(preempted for _, preempted in runs) > 50
+
+
+STATE_BYTES = 4096
+"""So much that a state is not kept at the end of each block."""
+
+
+def state_core(chunk: int, num_slots: int, executor: str = "late", **settings: Any) -> EngineCore:
+    """A core over a model whose layers keep a state."""
+    config = make_config(async_scheduling=True, **settings)
+    cache = replace(config.cache, state_memory_bytes=num_slots * STATE_BYTES)
+    config = replace(config, cache=cache)
+    worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=chunk, state_bytes=STATE_BYTES)
+    core = EngineCore(config, EXECUTORS[executor](worker))
+    assert core.scheduler.drafts is not None
+    core.scheduler.drafts.costs = None
+    return core
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("accuracy", [0.0, 0.5, 0.9, 1.0])
+def test_a_request_with_a_state_steps_every_time(accuracy: float, chunk: int, planned: list[SchedulerOutput]) -> None:
+    core = state_core(chunk, 8, num_drafts=3, draft_accuracy=accuracy)
+    assert core.scheduler.drafts is not None
+    assert core.scheduler.drafts.defers
+    core.add_request(make_request("a", PROMPT, 60))
+    assert tokens_of(finish(core)["a"]) == expected_tokens(PROMPT, 60, VOCAB_SIZE, state_chunk=chunk)
+    stats = counted(core)
+    assert (stats.num_accepted_tokens > 0) == (accuracy > 0)
+    # The last plans may be of steps behind the end, which a step with several right drafts brings nearer.
+    assert len(planned) <= 60 - stats.num_accepted_tokens + 2
+    check_idle(core.scheduler)
+
+
+def random_states_run(seed: int) -> tuple[SpecDecodingStats, int]:
+    """As :func:`random_run`, over states."""
+    rng = random.Random(seed)
+    chunk = rng.choice((1, 4))
+    core = state_core(
+        chunk,
+        rng.choice((3, 6, 16)),
+        rng.choice(("late", "threaded")),
+        num_drafts=rng.choice((1, 3)),
+        draft_accuracy=rng.choice((0.0, 0.3, 0.7, 1.0)),
+        num_blocks=rng.choice((20, 64)),
+        max_num_seqs=rng.choice((2, 4)),
+        budget=rng.choice((32, 64)),
+        caching=rng.choice((True, False)),
+        max_model_len=50,
+    )
+    assert core.scheduler.drafts is not None
+    assert core.scheduler.drafts.defers
+    expected, received = dict[str, list[int]](), dict[str, list[int]]()
+    for index in range(9):
+        prompt, max_tokens = [rng.randrange(3)] * rng.randint(1, 12), rng.randint(1, 37)
+        expected[f"r{index}"], received[f"r{index}"] = (
+            expected_tokens(prompt, max_tokens, VOCAB_SIZE, state_chunk=chunk),
+            [],
+        )
+        core.add_request(make_request(f"r{index}", prompt, max_tokens))
+    while core.has_work():
+        if expected and rng.random() < 0.05:
+            leaves = rng.choice(list(expected))
+            del expected[leaves]
+            core.abort_requests([leaves])
+        for output in core.step().outputs:
+            received[output.request_id] += output.new_token_ids
+        check_scheduler(core.scheduler)
+    assert {name: received[name] for name in expected} == expected, f"seed {seed}"
+    check_idle(core.scheduler)
+    core.shutdown()
+    return counted(core), core.scheduler.stats().num_preemptions
+
+
+def test_random_requests_with_states() -> None:
+    runs = [random_states_run(seed) for seed in range(48)]
+    assert sum(stats.num_accepted_tokens for stats, _ in runs) > 500
+    assert sum(preempted for _, preempted in runs) > 10

@@ -76,9 +76,9 @@ def test_stages_verify_drafts_at_the_same_time(alone: Engine, tmp_path: Path) ->
     engine.core.shutdown()
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize(("shape", "overlaps"), [((2, 1, 1), False), ((2, 1, 1), True), ((1, 2, 1), False)])
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
-def test_heads_that_models_bring(kind: str, shape: tuple[int, int, int], tmp_path: Path) -> None:
+def test_heads_that_models_bring(kind: str, shape: tuple[int, int, int], overlaps: bool, tmp_path: Path) -> None:
     model = sharp_model(kind)
     model.save_pretrained(tmp_path)
     add_head(tmp_path, model, is_sharp=True)
@@ -90,7 +90,9 @@ def test_heads_that_models_bring(kind: str, shape: tuple[int, int, int], tmp_pat
         return RankThreads(config, tmp_path)
 
     mtp = SpeculativeConfig("mtp", num_speculative_tokens=3)
-    engine = Engine(tmp_path, executor=executor, parallel=parallel(*shape), speculative=mtp, **settings)
+    settings |= {"async_scheduling": overlaps, "speculative": mtp}
+    engine = Engine(tmp_path, executor=executor, parallel=parallel(*shape), **settings)
+    assert engine.core.scheduler.drafts.defers == overlaps
     engine.core.scheduler.drafts.free_rows = engine.core.scheduler.drafts.costs = None
     for _ in range(2):  # the second time the prompts' beginnings are found
         assert engine.generate(prompts, limits) == plain

@@ -5,13 +5,15 @@ import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block, blocks
-from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVTransferError
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError, PartsEndpoint
 from tokenloom.gpu_worker.kv_connector.listener import KVListener
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, send_frame
 from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS, SocketTransport, _Batch, _Endpoint, _Hello, _Welcome
@@ -112,6 +114,42 @@ def test_the_owner_hangs_up_on_who_asks_for_what_is_not_there(
         assert receive_frame(connection, _Welcome) == _Welcome(LAYOUT, 4, list(SIZES))
         send_frame(connection, request_)
         assert connection.recv(1) == b""
+
+
+def test_a_reader_gets_the_regions_that_it_wants(make: Make, make_pool: MakePool) -> None:
+    owner, target = make_pool(4), make_pool(4, seed=1)
+    endpoint = make().serve(owner)
+    some = replace(target, regions=(*target.regions[1:3], target.regions[4]))
+    make().open_regions(endpoint, LAYOUT, [range(1, 3), range(4, 5)]).read([2, 0], [1, 3], some)
+    for region, (theirs, ours) in enumerate(zip(owner.views, target.views, strict=True)):
+        assert ((ours[[1, 3]] == theirs[[2, 0]]).all()) == (region in (1, 2, 4))
+
+
+@pytest.mark.parametrize("regions", [[(0, 6)], [(2, 1)], [(-1, 2)], [(1, 3), (2, 4)], [(5, 6)]])
+def test_the_owner_hangs_up_on_who_wants_regions_that_are_not_there(
+    make: Make, make_pool: MakePool, regions: list[tuple[int, int]]
+) -> None:
+    endpoint = make().serve(make_pool(4))
+    with connect(endpoint) as connection:
+        send_frame(connection, _Hello(decoded(endpoint).token, LAYOUT, regions))
+        assert connection.recv(1) == b""
+
+
+def test_parts_are_read_where_each_is_served(make: Make, make_pool: MakePool) -> None:
+    owners, target = [make_pool(4, seed=seed) for seed in (1, 2)], make_pool(4)
+    parts = [(make().serve(pool), LAYOUT, len(SIZES)) for pool in owners]
+    memory = PoolMemory.allocate(2 * target.memory.nbytes, shared=False)
+    behind = tuple(KVRegion(each.offset + target.memory.nbytes, each.block_bytes) for each in target.regions)
+    both = KVPool(memory, (*target.regions, *behind), 4, "")
+    endpoint = msgspec.msgpack.encode(PartsEndpoint(parts))
+    make().open(endpoint, f"{LAYOUT}+{LAYOUT}").read([3], [1], both)
+    assert block(both, 1) == block(owners[0], 3) + block(owners[1], 3)
+    make().open_regions(endpoint, f"{LAYOUT}+{LAYOUT}", [range(5, 10)]).read([2], [0], target)
+    assert block(target, 0) == block(owners[1], 2), "only the second one was read"
+    with pytest.raises(KVTransferError, match="the owner's parts are not those of"):
+        make().open(endpoint, LAYOUT)
+    with pytest.raises(KVTransferError, match="the owner's parts have"):
+        make().open(endpoint, f"{LAYOUT}+{LAYOUT}").read([0], [0], target)
 
 
 def test_the_owner_gives_nothing_to_another_layout(make: Make, make_pool: MakePool) -> None:

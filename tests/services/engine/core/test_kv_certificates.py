@@ -12,6 +12,7 @@ from tokenloom.engine_core.data.config import EngineConfig, TLSFiles
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError, KVTransport
 from tokenloom.services.engine.core.core_main import make_transports
+from tokenloom.services.engine.core.workers import make_part_transport
 from tokenloom.services.runtime.peers import certificate
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 
@@ -26,10 +27,14 @@ def pool() -> Iterator[KVPool]:
     memory.close()
 
 
-def socket_transport(folder: Path, listen: str = "") -> KVTransport:
+def config_of(folder: Path, listen: str = "") -> EngineConfig:
     files = TLSFiles(str(folder / "ca.crt"), str(folder / "tls.crt"), str(folder / "tls.key"), dns_name("engine"))
     kv = replace(EngineConfig().kv, transports=("socket",), socket_listen=listen, socket_tls=files)
-    (transport,) = make_transports(replace(EngineConfig(), kv=kv))
+    return replace(EngineConfig(), kv=kv)
+
+
+def socket_transport(folder: Path, listen: str = "") -> KVTransport:
+    (transport,) = make_transports(config_of(folder, listen))
     return transport
 
 
@@ -51,4 +56,25 @@ def test_both_ends_follow_their_files(tmp_path: Path, pool: KVPool, monkeypatch:
             outdated.open(endpoint, LAYOUT)
     finally:
         for transport in (reader, outdated, owner):
+            transport.close()
+
+
+def test_parts_of_a_pool_leave_a_machine_with_a_certificate_only(tmp_path: Path, pool: KVPool) -> None:
+    with pytest.raises(ValueError, match="KV blocks leave this host only under TLS"):
+        make_part_transport(EngineConfig(), "192.0.2.1")
+    mesh, strangers = authority("mesh"), authority("strangers")
+    for name, issuer in (("owner", mesh), ("reader", mesh), ("stranger", strangers)):
+        write(tmp_path / name, issuer, issue(issuer, ENGINE))
+    owner, reader, stranger = (
+        make_part_transport(config_of(tmp_path / name), "127.0.0.1") for name in ("owner", "reader", "stranger")
+    )
+    try:
+        endpoint = owner.serve(pool)
+        pool.rows(2)[0][:] = 7
+        reader.open_regions(endpoint, LAYOUT, [range(1)]).read([2], [1], pool)
+        assert (pool.rows(1)[0] == 7).all()
+        with pytest.raises(KVTransferError):
+            stranger.open_regions(endpoint, LAYOUT, [range(1)])
+    finally:
+        for transport in (reader, stranger, owner):
             transport.close()

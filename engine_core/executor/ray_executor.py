@@ -88,9 +88,10 @@ class RayWorker:
 
         host = node_address()
         self._lifeline = open_lifeline(host)
-        # torch's store wants a port before it exists. Another process may take it in between; then the start fails.
+        # torch's store wants a port before it exists, and listens at all addresses. Another process may take it in
+        # between; then the start fails.
         with socket.socket() as probe:
-            probe.bind((host, 0))
+            probe.bind(("", 0))
             port = probe.getsockname()[1]
         node = ray.get_runtime_context().get_node_id()
         return RayPlace(node, f"{host}:{port}", (host, self._lifeline.getsockname()[1]))

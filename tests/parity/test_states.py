@@ -142,9 +142,13 @@ def test_drafts_of_built_in_layers(kind: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("kind", OWN_HEADS)
-def test_drafts_of_its_own_head(kind: str, overlaps: bool, dtype: str, tmp_path: Path) -> None:
+def test_drafts_of_its_own_head(
+    kind: str, overlaps: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bfloat16 the tokens are those of an engine that drafts nothing. Overlapping steps are planned before it is
     known in which slot the state of a request lies."""
+    # States of this size would be kept at each block, and a request be computed in every second step.
+    monkeypatch.setattr("tokenloom.engine_core.kv_cache.kv_cache_size._is_small", lambda model: False)
     reference = Reference(kind, **OWN_HEADS[kind])
     for name, parameter in reference.model.named_parameters():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
@@ -165,7 +169,7 @@ def test_drafts_of_its_own_head(kind: str, overlaps: bool, dtype: str, tmp_path:
         assert engine.generate(prompts, [30] * 3) == plain
     counts = engine.stats.spec_decoding
     assert counts is not None
-    assert counts.num_accepted_tokens > 40
+    assert counts.num_accepted_tokens > (20 if overlaps else 40)
     assert engine.stats.prefix_cache_hits > 0
 
 

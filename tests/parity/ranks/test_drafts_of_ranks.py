@@ -78,7 +78,10 @@ def test_stages_verify_drafts_at_the_same_time(alone: Engine, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("shape", "overlaps"), [((2, 1, 1), False), ((2, 1, 1), True), ((1, 2, 1), False)])
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
-def test_heads_that_models_bring(kind: str, shape: tuple[int, int, int], overlaps: bool, tmp_path: Path) -> None:
+def test_heads_that_models_bring(
+    kind: str, shape: tuple[int, int, int], overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom.engine_core.kv_cache.kv_cache_size._is_small", lambda model: False)
     model = sharp_model(kind)
     model.save_pretrained(tmp_path)
     add_head(tmp_path, model, is_sharp=True)

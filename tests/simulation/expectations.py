@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
-from tokenloom.request.errors import Code, EngineKiller, RequestLost, ResourceExhausted, TokenloomError
+from tokenloom.request.errors import Code, EngineKiller, Internal, RequestLost, ResourceExhausted, TokenloomError
+from tokenloom.services.tokenizer.renderer import MAX_DEATHS
 
 from .load import Answer
 from .plan import Fault, Plan
+from .tokenizers import NUM_HELPERS
 
 ENDS_REQUESTS = {("crash", "gateway")}
 """Kinds of faults, and the services that they may happen to, that end the requests of the part. Every other fault must
@@ -14,6 +16,8 @@ PATIENT_SECONDS = 15.0
 """A request with at least so much time is judged: others may end because their time has run out."""
 _ENGINE_DEATHS = ("crash", "core_crash", "hang")
 """Kinds of faults that an engine's core does not survive."""
+_HELPER_DEATHS = {"helper_crash": 2, "helper_stop": NUM_HELPERS, "no_helper": 1}
+"""How many processes that one conversation is rendered in can end by a fault."""
 _RETRYABLE = (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.DEADLINE_EXCEEDED)
 
 
@@ -23,8 +27,8 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
         return False
     if isinstance(answer.error, ResourceExhausted) and not any(answer.tokens):
         return False  # refused at its arrival, because few blocks make a long queue
-    if isinstance(answer.error, EngineKiller) and is_allowed(answer.error, happened, answer):
-        return False  # both engines happened to run no other request
+    if isinstance(answer.error, EngineKiller | Internal) and is_allowed(answer.error, happened, answer):
+        return False  # both engines happened to run no other request, or the tokenizer's processes to render no other
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
     if answer.was_cut and any(_loses_requests(fault) for fault in happened):
@@ -34,14 +38,19 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
 
 def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer) -> bool:
     """Return whether a client may get this error of a fault: it says that another try may succeed. An answer whose
-    gateway and output processor were both lost is lost, and so is one whose deadline passed while its client was away;
-    a request may be blamed for two deaths of engines."""
+    gateway and output processor were both lost is lost, and so is one whose deadline passed while its client was away,
+    or whose gateway died while a cut link kept it from its output processor; a request may be blamed for two deaths of
+    engines, and for three of the processes that render it."""
     if isinstance(error, EngineKiller):
         return sum(fault.kind in _ENGINE_DEATHS and _concerns(fault, "engine") for fault in happened) > 1
     if isinstance(error, RequestLost):
         if answer.was_cut and answer.seconds >= answer.ask.timeout:
             return True
-        return len(answer.gateways) > 1 and any(_loses_requests(fault) for fault in happened)
+        was_only_there = any(map(_ends_requests, happened)) and any(map(_keeps_from_output_processor, happened))
+        return len(answer.gateways) > 1 and (was_only_there or any(map(_loses_requests, happened)))
+    if isinstance(error, Internal):
+        deaths = sum(_HELPER_DEATHS.get(fault.kind, 0) for fault in happened)
+        return "while they rendered" in error.message and deaths >= MAX_DEATHS
     return error.code in _RETRYABLE
 
 
@@ -53,6 +62,11 @@ def _loses_requests(fault: Fault) -> bool:
     """Return whether a fault makes output processors forget requests: one that is only cut off, slow or stopped still
     has them, and a client that resumes waits for it."""
     return fault.kind in ("crash", "drain") and _concerns(fault, "output_processor")
+
+
+def _keeps_from_output_processor(fault: Fault) -> bool:
+    is_cut = fault.kind in ("cut", "one_way_cut")
+    return is_cut and _concerns(fault, "gateway") and _concerns(fault, "output_processor")
 
 
 def _ends_requests(fault: Fault) -> bool:

@@ -190,6 +190,29 @@ async def test_a_mesh_that_is_away_leaves_the_others_served(socket_dir: Path, ot
             assert (await http.get("/health")).status_code == 503
 
 
+async def test_what_waits_is_counted_for_the_model_that_has_no_engine(socket_dir: Path, other_dir: Path) -> None:
+    """By this number the engines of one model are started, and no others."""
+    first, other = FakeMesh(socket_dir), FakeMesh(other_dir)
+    first.outputs.auto = ["from a"]
+    settings = {"served_model_name": "a", "meshes": describe(other, "b"), "ready_without_engines": True}
+    async with other.servers(), first.gateway(**settings) as mesh, mesh.http() as http:
+        await until(http, "ok")
+        await other.coordinator.set_state(coordinator_pb2.ENGINE_STATE_DEAD)
+        await until(http, "degraded")
+        assert (await http.get("/health")).status_code == 200
+        waiting = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi", "model": "b"}))
+        page, held = "", "tokenloom_gateway_held_requests"
+        async with asyncio.timeout(SOON):
+            while f'{held}{{model_name="b"}} 1.0' not in page:
+                page = (await http.get("/metrics")).text
+                await asyncio.sleep(0.01)
+        assert f'{held}{{model_name="a"}} 0.0' in page
+        assert 'tokenloom_part_missing{model_name="b",part="engine"} 0.0' in page
+        assert (await http.post("/v1/completions", json={"prompt": "hi", "model": "a"})).status_code == 200
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
 async def test_metrics_name_the_model(socket_dir: Path, other_dir: Path) -> None:
     async with both(socket_dir, other_dir) as (mesh, _), mesh.http() as http:
         for name in ("a", "b", "b"):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.mesh.asking import ask
 from tests.mesh.harness import SOON, Mesh
+from tokenloom.services.runtime.telemetry import kv_events
 from tokenloom.services.runtime.telemetry.kv_events import KVEventReader, KVEventSource, RemovedBlocks, StoredBlocks
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,7 +30,10 @@ def mesh_options(mesh_dir: Path) -> dict[str, Any]:
     return {"engine": {"kv_events_config": config, "num_kv_blocks": 16, "block_size": 16}, "gateway": gateway}
 
 
-async def test_blocks_are_published_when_they_are_stored_and_removed(mesh: Mesh, mesh_dir: Path) -> None:
+async def test_blocks_are_published_when_they_are_stored_and_removed(
+    mesh: Mesh, mesh_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "IDLE_SECONDS", 0.05)
     reader = KVEventReader(KVEventSource(f"ipc://{mesh_dir}/kv", f"ipc://{mesh_dir}/kv-replay"))
     names = {}
     stored: dict[Any, list[int]] = {}

@@ -173,7 +173,7 @@ class _Writer:
 
     def _link(self, full_name: str, home: str) -> str:
         name = full_name.removeprefix(".")
-        short = name.removeprefix("tokenloom.v1.").removeprefix("inference.")
+        short = name.removeprefix("tokenloom.v1.").removeprefix("inference.").removeprefix("vllm.grpc.engine.")
         if name not in self._homes:
             return f"`{name}`"
         page = "" if self._homes[name] == home else self._homes[name]

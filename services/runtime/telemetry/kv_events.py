@@ -22,6 +22,9 @@ END: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 """Ends the answer to a replay."""
 REPLAY_SECONDS: Final = 5.0
 """How long the next message of a replay may take."""
+IDLE_SECONDS: Final = 5.0
+"""After so long without a message, it is asked whether one was missed: a subscription takes effect late, and the next
+message, which would show the gap, may be far."""
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """Of a publisher; a larger message ends the connection."""
 BlockHash = int | bytes
@@ -163,6 +166,10 @@ class KVEventReader:
                 async for batch in self._in_order(await self._replayed(context)):
                     yield batch
                 while True:
+                    if not await live.poll(round(IDLE_SECONDS * 1000)):
+                        async for batch in self._in_order(await self._replayed(context)):
+                            yield batch
+                        continue
                     frames = await live.recv_multipart()
                     number = _number(frames)
                     if number is None:

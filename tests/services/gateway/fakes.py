@@ -382,6 +382,14 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         self.auto: Sequence[str] | None = None
         self.pool: Callable[[FakeRequest], object] | None = None  # answers pooling requests
 
+    async def Detokenize(
+        self, request: output_processor_pb2.DetokenizeRequest, context: Any
+    ) -> output_processor_pb2.DetokenizeResponse:
+        """A byte is a token, as for the fake tokenizer."""
+        text = bytes(request.token_ids).decode(errors="replace")
+        singles = [bytes([each]) for each in request.single_ids]
+        return output_processor_pb2.DetokenizeResponse(text=text, single_bytes=singles)
+
     async def Process(self, messages: Any, context: Any) -> AsyncIterator[output_processor_pb2.ProcessFrame]:
         session = FakeSession()
         reader = asyncio.create_task(self._read(session, messages))

@@ -16,12 +16,19 @@ from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved,
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.engine.records.engine_settings import EngineSettings, KVEventsConfig
 from tokenloom.services.engine.records.kv_event_publisher import KVEventPublisher, of_rank
+from tokenloom.services.runtime.telemetry import kv_events
 from tokenloom.services.runtime.telemetry.kv_events import EventBatch, KVEventReader, KVEventSource
 
 SOON = 30.0
 FIRST, SECOND = bytes(range(32)), bytes(range(100, 132))
 STORED = BlockStored([FIRST, SECOND], None, [1, 2, 3, 4], 2, "GPU")
 Numbered = tuple[int, EventBatch]
+
+
+@pytest.fixture(autouse=True)
+def asks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader whose subscription took effect late asks at once for what it missed."""
+    monkeypatch.setattr(kv_events, "IDLE_SECONDS", 0.05)
 
 
 def config(folder: Path, **options: Any) -> KVEventsConfig:

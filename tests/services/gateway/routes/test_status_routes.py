@@ -94,6 +94,11 @@ async def test_answers_are_as_described(mesh: FakeMesh, http: httpx.AsyncClient)
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
         "/v1/completions": {"prompt": "hi", "max_tokens": 5},
+        "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+        "/v1/completions/render": {"prompt": ["hi", "you"], "max_tokens": 5, "logprobs": 1, "stop": ["a"]},
+        "/v1/chat/completions/derender": EXAMPLES["/v1/chat/completions/derender"],
+        "/v1/completions/derender": EXAMPLES["/v1/completions/derender"],
+        "/inference/v1/generate": {"token_ids": [104, 105], "sampling_params": {"max_tokens": 5}},
         "/v1/responses": {"input": "hi"},
         "/v1/responses/compact": {"input": "hi"},
         "/v1/conversations": {},

@@ -300,3 +300,9 @@ class _Channel:
 
     def stream_stream(self, *_: Any, **__: Any) -> Any:
         return self._processor.connect
+
+    def unary_unary(self, method: str, **_: Any) -> Any:
+        async def call(*_: Any, **__: Any) -> None:
+            raise AssertionError(f"no scenario calls {method}")
+
+        return call

@@ -27,6 +27,7 @@ from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from tokenloom.v1.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from .batches.batches_api import Batches, absent_routes, open_batches
+from .files.sound_uploads import SoundUploads
 from .generation.resumable import UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
@@ -314,7 +315,8 @@ def _files(mesh: ServedMesh, parser: BodyParser, shares: TenantShares) -> "BodyF
 def _add_grpc_services(
     settings: GatewaySettings, host: Host, meshes: ServedMeshes, shares: TenantShares, reader: BodyReader
 ) -> None:
-    inference = InferenceServicer(meshes, shares, settings.request_timeout)
+    uploads = SoundUploads(settings.max_audio_bytes, shares.sounds)
+    inference = InferenceServicer(meshes, shares, settings.request_timeout, uploads)
     generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
     generates["Resume"] = inference_pb2.InferenceResumeRequest
     generates["Cancel"] = inference_pb2.InferenceCancelRequest

@@ -455,3 +455,85 @@ class Model(_message.Message):
     max_model_len: int
     parent: str
     def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., parent: _Optional[str] = ...) -> None: ...
+
+class TranscribeRequest(_message.Message):
+    __slots__ = ("options", "data")
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    options: TranscribeOptions
+    data: bytes
+    def __init__(self, options: _Optional[_Union[TranscribeOptions, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class TranscribeOptions(_message.Message):
+    __slots__ = ("model", "translate", "language", "prompt", "temperature", "seed", "return_segments", "return_words", "return_logprobs")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TRANSLATE_FIELD_NUMBER: _ClassVar[int]
+    LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    RETURN_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_WORDS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    translate: bool
+    language: str
+    prompt: str
+    temperature: float
+    seed: int
+    return_segments: bool
+    return_words: bool
+    return_logprobs: bool
+    def __init__(self, model: _Optional[str] = ..., translate: _Optional[bool] = ..., language: _Optional[str] = ..., prompt: _Optional[str] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., return_segments: _Optional[bool] = ..., return_words: _Optional[bool] = ..., return_logprobs: _Optional[bool] = ...) -> None: ...
+
+class TranscribeResponse(_message.Message):
+    __slots__ = ("text", "tokens", "seconds", "language", "segments", "words")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    tokens: _containers.RepeatedCompositeFieldContainer[TranscriptToken]
+    seconds: float
+    language: str
+    segments: _containers.RepeatedCompositeFieldContainer[TranscriptSegment]
+    words: _containers.RepeatedCompositeFieldContainer[TranscriptWord]
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[TranscriptToken, _Mapping]]] = ..., seconds: _Optional[float] = ..., language: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[TranscriptSegment, _Mapping]]] = ..., words: _Optional[_Iterable[_Union[TranscriptWord, _Mapping]]] = ...) -> None: ...
+
+class TranscriptToken(_message.Message):
+    __slots__ = ("id", "text", "logprob")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    text: bytes
+    logprob: float
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[bytes] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class TranscriptSegment(_message.Message):
+    __slots__ = ("start", "end", "text", "avg_logprob", "compression_ratio", "no_speech_prob")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    AVG_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_RATIO_FIELD_NUMBER: _ClassVar[int]
+    NO_SPEECH_PROB_FIELD_NUMBER: _ClassVar[int]
+    start: float
+    end: float
+    text: str
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+    def __init__(self, start: _Optional[float] = ..., end: _Optional[float] = ..., text: _Optional[str] = ..., avg_logprob: _Optional[float] = ..., compression_ratio: _Optional[float] = ..., no_speech_prob: _Optional[float] = ...) -> None: ...
+
+class TranscriptWord(_message.Message):
+    __slots__ = ("text", "start", "end")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    start: float
+    end: float
+    def __init__(self, text: _Optional[str] = ..., start: _Optional[float] = ..., end: _Optional[float] = ...) -> None: ...

@@ -77,6 +77,11 @@ class InferenceStub:
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
                 _registered_method=True)
+        self.Transcribe = channel.stream_stream(
+                '/tokenloom.v1.Inference/Transcribe',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.TranscribeRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.TranscribeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tokenloom.v1.Inference/ListModels',
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -158,6 +163,17 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Transcribe(self, request_iterator, context):
+        """Writes down what is said in a sound. The first message holds the options, the messages after it the bytes of the file, in order; the caller
+        half-closes behind the last one. Text is streamed as it is heard: in a sound that is longer than the model hears at once, or with segments
+        or words, once its segment has ended. The last message has the seconds of the sound. INVALID_ARGUMENT if the model does not transcribe, or the
+        file is no sound; DEADLINE_EXCEEDED if no message arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant
+        has too many bytes of sounds in work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the models that a request can name.
         """
@@ -207,6 +223,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Pool,
                     request_deserializer=tokenloom_dot_v1_dot_inference__pb2.PoolRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
+            ),
+            'Transcribe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Transcribe,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.TranscribeRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.TranscribeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -433,6 +454,33 @@ class Inference:
             '/tokenloom.v1.Inference/Pool',
             tokenloom_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
             tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Transcribe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tokenloom.v1.Inference/Transcribe',
+            tokenloom_dot_v1_dot_inference__pb2.TranscribeRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.TranscribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

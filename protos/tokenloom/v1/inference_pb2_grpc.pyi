@@ -69,6 +69,13 @@ class InferenceStub:
     """Returns one number for each document: its relevance to the query."""
     Pool: _grpc.UnaryStreamMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
     """Returns what a task computes from each input, for example one vector for each of its tokens."""
+    Transcribe: _grpc.StreamStreamMultiCallable[_inference_pb2.TranscribeRequest, _inference_pb2.TranscribeResponse]
+    """Writes down what is said in a sound. The first message holds the options, the messages after it the bytes of the file, in order; the caller
+    half-closes behind the last one. Text is streamed as it is heard: in a sound that is longer than the model hears at once, or with segments
+    or words, once its segment has ended. The last message has the seconds of the sound. INVALID_ARGUMENT if the model does not transcribe, or the
+    file is no sound; DEADLINE_EXCEEDED if no message arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant
+    has too many bytes of sounds in work.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models that a request can name."""
 
@@ -113,6 +120,13 @@ class InferenceAsyncStub(InferenceStub):
     """Returns one number for each document: its relevance to the query."""
     Pool: _aio.UnaryStreamMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
     """Returns what a task computes from each input, for example one vector for each of its tokens."""
+    Transcribe: _aio.StreamStreamMultiCallable[_inference_pb2.TranscribeRequest, _inference_pb2.TranscribeResponse]  # type: ignore[assignment]
+    """Writes down what is said in a sound. The first message holds the options, the messages after it the bytes of the file, in order; the caller
+    half-closes behind the last one. Text is streamed as it is heard: in a sound that is longer than the model hears at once, or with segments
+    or words, once its segment has ended. The last message has the seconds of the sound. INVALID_ARGUMENT if the model does not transcribe, or the
+    file is no sound; DEADLINE_EXCEEDED if no message arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant
+    has too many bytes of sounds in work.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that a request can name."""
 
@@ -202,6 +216,19 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.PoolResponse], _abc.AsyncIterator[_inference_pb2.PoolResponse]]:
         """Returns what a task computes from each input, for example one vector for each of its tokens."""
+
+    @_abc_1.abstractmethod
+    def Transcribe(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.TranscribeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.TranscribeResponse], _abc.AsyncIterator[_inference_pb2.TranscribeResponse]]:
+        """Writes down what is said in a sound. The first message holds the options, the messages after it the bytes of the file, in order; the caller
+        half-closes behind the last one. Text is streamed as it is heard: in a sound that is longer than the model hears at once, or with segments
+        or words, once its segment has ended. The last message has the seconds of the sound. INVALID_ARGUMENT if the model does not transcribe, or the
+        file is no sound; DEADLINE_EXCEEDED if no message arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant
+        has too many bytes of sounds in work.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

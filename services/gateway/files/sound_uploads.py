@@ -133,11 +133,7 @@ class SoundUploads:
         # of them would be refused in the middle.
         with ExitStack() as held:
             held.callback(share.take_sound(STEP_BYTES if length is None else length, self.room).release)
-            try:
-                spooled = SpooledFile()
-            except OSError as error:
-                raise storage_fails(error) from error
-            held.callback(spooled.close)
+            spooled = _spooled(held)
             upload = Upload(boundary, spooled.write)
             try:
                 async with asyncio.timeout(BODY_SECONDS + (length or limit) / _SLOWEST_BYTES):
@@ -147,6 +143,32 @@ class SoundUploads:
             if not spooled.size:
                 raise InvalidArgument("the file is empty", "file")
             yield SoundForm(upload, DiskFile((), spooled.size, spooled.digest(), spooled))
+
+    @asynccontextmanager
+    async def collect(self, pieces: AsyncIterator[bytes], share: TenantShare) -> AsyncIterator[DiskFile]:
+        """Write a sound that comes in pieces, and hold it for the length of the ``async with``.
+
+        Raises ``InvalidArgument`` for one without bytes, otherwise as :meth:`receive`, and what ``pieces`` raises.
+        """
+        with ExitStack() as held:
+            spooled, num_bytes, room = _spooled(held), 0, 0
+            try:
+                async with asyncio.timeout(BODY_SECONDS + self.max_bytes / _SLOWEST_BYTES):
+                    async for piece in pieces:
+                        num_bytes += len(piece)
+                        if num_bytes > self.max_bytes:
+                            raise too_large(self.max_bytes)
+                        while num_bytes > room:
+                            held.callback(share.take_sound(STEP_BYTES, self.room).release)
+                            room += STEP_BYTES
+                        await asyncio.to_thread(spooled.write, piece)
+            except TimeoutError:
+                raise BodyTimeout("the sound did not arrive in time") from None
+            except OSError as error:
+                raise storage_fails(error) from error
+            if not spooled.size:
+                raise InvalidArgument("the sound is empty", "data")
+            yield DiskFile((), spooled.size, spooled.digest(), spooled)
 
     async def _fill(
         self, exchange: HttpExchange, upload: Upload, share: TenantShare, held: ExitStack, length: int | None
@@ -162,3 +184,13 @@ class SoundUploads:
         except OSError as error:
             raise storage_fails(error) from error
         upload.close()
+
+
+def _spooled(held: ExitStack) -> SpooledFile:
+    """Return a new file that ``held`` closes. Raises ``Unavailable`` if the disk fails."""
+    try:
+        spooled = SpooledFile()
+    except OSError as error:
+        raise storage_fails(error) from error
+    held.callback(spooled.close)
+    return spooled

@@ -13,6 +13,7 @@ from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..assistant.message_plans import MessagePlan, ParsedMessage, calls_of, reasoning_of, text_of
+from ..files.sound_uploads import SoundUploads
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
 from ..http.http_exchange import IGNORED_HEADER, listed
@@ -34,7 +35,17 @@ from .inference_request import (
     read_resume_token,
     read_resumption,
 )
-from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params
+from .other_calls import (
+    InputsRequest,
+    PoolingCall,
+    TranscribeCall,
+    classify_params,
+    embed_params,
+    pool_params,
+    read_options,
+    read_sound,
+    refusing,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,12 +58,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         meshes: ServedMeshes,
         shares: TenantShares,
         idle_timeout: float,
+        uploads: SoundUploads,
     ) -> None:
         """Args:
         shares: What each tenant has in work.
         idle_timeout: Seconds that a session may wait for its next turn.
+        uploads: Takes the sounds that are to be transcribed.
         """
         self._idle_timeout = idle_timeout
+        self._uploads = uploads
         self._shares = shares
         self._meshes = meshes
 
@@ -190,6 +204,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:  # type: ignore[override]
         with self._pooling(request) as call:
             await call.score(request, context)
+
+    async def Transcribe(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[inference_pb2.TranscribeRequest], context: Context
+    ) -> None:
+        """Writes to the context, for the same reason."""
+        tenant, pieces = call_tenant(), read_sound(request_iterator, self._idle_timeout)
+        async with refusing(request_iterator, self._uploads.max_bytes):
+            options = await read_options(request_iterator, self._idle_timeout)
+            mesh, adapter = self._meshes.find(options.model or None)
+            call = TranscribeCall.of(mesh, tenant, adapter, options, context.time_remaining())
+            async with self._uploads.collect(pieces, self._shares.of(tenant)) as file:
+                await call.answer(file, context)
 
     @contextmanager
     def _pooling(self, request: InputsRequest | inference_pb2.ScoreRequest) -> Iterator[PoolingCall]:

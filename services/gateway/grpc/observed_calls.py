@@ -15,7 +15,7 @@ _RECORDED = frozenset(
         "tokenloom.v1.Inference/Resume",
         "tokenloom.v1.Inference/GenerateSession",
         "tokenloom.v1.Inference/Cancel",
-        *(f"tokenloom.v1.Inference/{name}" for name in ("Embed", "Classify", "Score", "Pool")),
+        *(f"tokenloom.v1.Inference/{name}" for name in ("Embed", "Classify", "Score", "Pool", "Transcribe")),
         "inference.GRPCInferenceService/ModelInfer",
         "inference.GRPCInferenceService/ModelStreamInfer",
         "vllm.grpc.engine.VllmEngine/Generate",

@@ -32,7 +32,7 @@ from ..openapi.transcription_schemas import (
 )
 from ..records.generate_request import GenerateRequest
 from ..records.media import MediaPart
-from ..records.transcript import HeardSegment, HeardToken
+from ..records.transcript import MAX_TEMPERATURE, HeardSegment, HeardToken, read_language
 from ..serving.served_mesh import ServedMesh
 from ..tenants.tenant_shares import TenantShares
 
@@ -40,7 +40,6 @@ _FORMATS: Final = ("json", "text", "srt", "verbose_json", "vtt")
 _WITH_TIMES: Final = frozenset({"srt", "verbose_json", "vtt"})
 _STREAMED: Final = frozenset({"json", "text"})
 _GRANULARITIES: Final = frozenset({"segment", "word"})
-_MAX_TEMPERATURE: Final = 2.0
 _KNOWN: Final = frozenset(TranscriptionForm.__struct_fields__)
 _TEXT: Final = b"text/plain; charset=utf-8"
 _TASKS: Final = {TRANSCRIPT_TASK_TRANSCRIBE: "transcribe", TRANSCRIPT_TASK_TRANSLATE: "translate"}
@@ -82,11 +81,11 @@ class TranscriptionsApi:
 
     async def _answer(self, exchange: HttpExchange, task: TranscriptTask) -> None:
         if self.alone is not None:
-            _traits(self.alone)  # before its client has sent megabytes
+            self.alone.transcript_traits()  # before its client has sent megabytes
         async with self.uploads.receive(exchange, self.shares.of(exchange.tenant)) as form:
             name = form.upload.fields.get("model")
             mesh = self.pick(name)
-            traits, adapter = _traits(mesh), mesh.models.find(name)
+            traits, adapter = mesh.transcript_traits(), mesh.models.find(name)
             common = GenerateRequest(
                 (), "file", types_pb2.SamplingParams(), tenant=exchange.tenant, adapter=adapter, is_continued=True
             )
@@ -98,7 +97,7 @@ class TranscriptionsApi:
     async def _run(
         self, exchange: HttpExchange, mesh: ServedMesh, form: SoundForm, request: TranscriptRequest, answer: AnswerForm
     ) -> None:
-        part, traits = MediaPart("file", form.file, kind=types_pb2.MEDIA_KIND_AUDIO), _traits(mesh)
+        part, traits = MediaPart("file", form.file, kind=types_pb2.MEDIA_KIND_AUDIO), mesh.transcript_traits()
         headers: HeaderPairs = ((IGNORED_HEADER, listed(answer.ignored)),) if answer.ignored else ()
         with mesh.generator.hear(part, request.common) as sound:
             calls = SoundCalls(mesh.generator, mesh.tokenizers, traits, request, sound, trace_headers(exchange))
@@ -123,7 +122,7 @@ class TranscriptionsApi:
         request = TranscriptRequest(
             common,
             task,
-            _read_language(fields.get("language", ""), task, traits),
+            read_language(fields.get("language", ""), task, traits),
             fields.get("prompt", ""),
             _read_temperature(fields.get("temperature", "")),
             _read_seed(fields.get("seed", "")),
@@ -133,13 +132,6 @@ class TranscriptionsApi:
             streams=answer.streams,
         )
         return request, answer
-
-
-def _traits(mesh: ServedMesh) -> TranscriptTraits:
-    info = mesh.tokenizers.info
-    if info is None or not info.HasField("transcript"):
-        raise InvalidArgument(f"the model {mesh.model!r} does not transcribe sounds", "model")
-    return info.transcript
 
 
 def _read_answer(upload: Upload, strict: bool) -> AnswerForm:
@@ -171,31 +163,13 @@ def _items(name: str, upload: Upload) -> set[str]:
     return {*upload.lists.get(name, ()), *([alone] if alone else ())}
 
 
-def _read_language(value: str, task: TranscriptTask, traits: TranscriptTraits) -> str:
-    """Return the code of a language; empty: the client names none."""
-    name = value.strip().lower()
-    if not traits.languages:
-        if task == TRANSCRIPT_TASK_TRANSLATE:
-            raise InvalidArgument("the model knows English only: it does not translate", "model")
-        if name not in ("", "en", "english"):
-            raise InvalidArgument("the model knows English only", "language")
-        return "en"
-    if not name:
-        return ""
-    found = next((each.code for each in traits.languages if name == each.code or name in each.names), None)
-    if found is None:
-        codes = ", ".join(each.code for each in traits.languages)
-        raise InvalidArgument(f"language {value[:32]!r} is not known; there are: {codes}", "language")
-    return found
-
-
 def _read_temperature(value: str) -> float:
     try:
         temperature = float(value or 0)
     except ValueError:
         temperature = math.nan
-    if not 0 <= temperature <= _MAX_TEMPERATURE:
-        raise InvalidArgument(f"temperature must be a number from 0 to {_MAX_TEMPERATURE:g}", "temperature")
+    if not 0 <= temperature <= MAX_TEMPERATURE:
+        raise InvalidArgument(f"temperature must be a number from 0 to {MAX_TEMPERATURE:g}", "temperature")
     return temperature
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tokenloom.v1.tokenizer_pb2 import TranscriptTraits
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1.tokenizer_pb2 import TRANSCRIPT_TASK_TRANSLATE, TranscriptTask, TranscriptTraits
 
 _UNSPACED: Final = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
 """Languages that put no blanks between words."""
@@ -16,6 +17,25 @@ _PUNCTUATION: Final = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _BEFORE_WORDS: Final = "\"'“¡¿([{-"
 _AFTER_WORDS: Final = "\"'.\u3002,\uff0c!\uff01?\uff1f:\uff1a”)]}\u3001"
 _BROKEN: Final = "\ufffd"
+MAX_TEMPERATURE: Final = 2.0
+
+
+def read_language(value: str, task: TranscriptTask, traits: TranscriptTraits) -> str:
+    """Return the code of a language; empty: the client names none. Raises ``InvalidArgument`` naming the field."""
+    name = value.strip().lower()
+    if not traits.languages:
+        if task == TRANSCRIPT_TASK_TRANSLATE:
+            raise InvalidArgument("the model knows English only: it does not translate", "model")
+        if name not in ("", "en", "english"):
+            raise InvalidArgument("the model knows English only", "language")
+        return "en"
+    if not name:
+        return ""
+    found = next((each.code for each in traits.languages if name == each.code or name in each.names), None)
+    if found is None:
+        codes = ", ".join(each.code for each in traits.languages)
+        raise InvalidArgument(f"language {value[:32]!r} is not known; there are: {codes}", "language")
+    return found
 
 
 class HeardToken(NamedTuple):

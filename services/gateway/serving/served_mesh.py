@@ -14,6 +14,7 @@ from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN
 from tokenloom.v1 import tokenizer_pb2
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.tokenizer_pb2 import TranscriptTraits
 
 from ..assistant.message_plans import MessagePlans
 from ..generation.admission import RequestAdmission, WaitEstimator
@@ -58,6 +59,13 @@ class ServedMesh:
     def model(self) -> str:
         """The model's first name."""
         return self.names[0]
+
+    def transcript_traits(self) -> TranscriptTraits:
+        """Return what the model needs to write down sounds. Raises ``InvalidArgument`` if it does not do so."""
+        info = self.tokenizers.info
+        if info is None or not info.HasField("transcript"):
+            raise InvalidArgument(f"the model {self.model!r} does not transcribe sounds", "model")
+        return info.transcript
 
 
 @dataclass(frozen=True, slots=True)

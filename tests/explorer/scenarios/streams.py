@@ -10,6 +10,7 @@ from tests.explorer.clients import TENANTS
 from tests.explorer.gateway import TIMEOUT, Gateway
 from tests.explorer.world import World
 from tokenloom.request import errors
+from tokenloom.services.gateway.files.sound_uploads import SoundUploads
 from tokenloom.services.gateway.grpc.inference_servicer import InferenceServicer
 from tokenloom.services.gateway.kserve.kserve_servicer import KServeServicer
 from tokenloom.services.gateway.openai.body_reader import BodyReader
@@ -55,7 +56,7 @@ class StreamScenario:
             find=lambda _: (gateway.mesh, None), pick=lambda _: gateway.mesh, name_of=lambda name: name
         )
         shares = gateway.clients.shares
-        inference = InferenceServicer(meshes, shares, TIMEOUT)
+        inference = InferenceServicer(meshes, shares, TIMEOUT, SoundUploads(1 << 20, shares.sounds))
         triton = KServeServicer(BodyReader(strict=False), meshes, shares, TIMEOUT)
         servicers = ((inference.GenerateSession, _turn), (triton.ModelStreamInfer, _infer))
         open_streams: Counter[str] = Counter()

@@ -78,6 +78,17 @@ _SOUND: Row = {  # the model of the mesh here reads texts, and refuses sounds be
     IDLE: Shown(_TRANSCRIBES + "test_an_upload_that_stops"),
     CHARGE: Shown(_TRANSCRIBES + "test_tokens_are_charged_once"),
 }
+_HEARS = "tests/services/gateway/grpc/test_transcribe.py::"
+_SOUND_IN_PARTS: Row = {
+    **_SOUND,
+    SHARE: Shown(_HEARS + "test_limits_of_a_tenant"),
+    OUTPUTS: Shown(_HEARS + "test_a_full_gateway"),
+    TOKENS: Shown(_HEARS + "test_limits_of_a_tenant"),
+    BYTES: Shown(_HEARS + "test_a_sound_larger_than_the_limit_is_refused"),
+    DEADLINE: Shown(_HEARS + "test_a_piece_that_takes_too_long"),
+    IDLE: Shown(_HEARS + "test_a_sound_that_stops"),
+    CHARGE: Shown(_HEARS + "test_tokens_are_charged_once"),
+}
 _STORED = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=_NO_BODY, idle=_NO_BODY)
 _KEEPS = _row(_MEMORY, key=Probed(), bytes_=_NO_BODY)
 _KEEPS_BODY = _row(_MEMORY, key=Probed(), bytes_=Probed(), idle=Probed())
@@ -117,6 +128,7 @@ TABLE: Mapping[str, Row] = {
     "POST /v1/batches": _STORES,
     "POST /v1/files": _UPLOAD,
     **_each("POST /v1/audio/transcriptions, POST /v1/audio/translations", _SOUND),
+    "Inference/Transcribe": _SOUND_IN_PARTS,
     **_each("GET /v1/files, GET /v1/files/*, DELETE /v1/files/*, GET /v1/files/*/content", _STORED),
     **_each("GET /v1/batches, GET /v1/batches/*, POST /v1/batches/*/cancel", _STORED),
     **_each("GET /v1/responses/*, DELETE /v1/responses/*, POST /v1/responses/*/cancel", _KEEPS),

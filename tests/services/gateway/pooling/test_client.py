@@ -7,11 +7,11 @@ import pytest
 from tests.services.gateway.fakes import FakeMesh
 from tokenloom.client import AsyncClient, Client
 from tokenloom.request import errors
-from tokenloom.services.gateway.grpc import pooling_calls
+from tokenloom.services.gateway.grpc import other_calls
 
 
 async def test_the_clients_return_arrays(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling_calls, "_MESSAGE_BYTES", 8)  # so that each result takes a message or more
+    monkeypatch.setattr(other_calls, "_MESSAGE_BYTES", 8)  # so that each result takes a message or more
     async with AsyncClient(mesh.grpc_address, timeout=30) as client:
         vectors = await client.embed(["abc", "de"], dimensions=2)
         assert [array.tolist() for array in vectors.arrays] == [[3, 97], [2, 100]]

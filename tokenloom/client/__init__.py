@@ -1,9 +1,9 @@
 """Provides clients of a running mesh, over the gateway's public gRPC API (``tokenloom.v1.Inference``).
 
 :class:`Client` blocks, :class:`AsyncClient` is for asyncio; both have ``models``, ``generate``, ``stream``, ``chat``,
-``stream_chat``, ``session``, ``embed``, ``classify``, ``score`` and ``pool``. Requests that the mesh refuses raise one
-of :mod:`errors`, which name the field; requests that may succeed later are retried (:class:`Retries`). The clients need
-neither torch nor a model.
+``stream_chat``, ``session``, ``embed``, ``classify``, ``score``, ``pool`` and ``transcribe``. Requests that the mesh
+refuses raise one of :mod:`errors`, which name the field; requests that may succeed later are retried
+(:class:`Retries`). The clients need neither torch nor a model.
 """
 
 from tokenloom.offline.outputs import Logprob
@@ -12,7 +12,7 @@ from tokenloom.request import errors
 from .async_client import AsyncClient, AsyncSession, AsyncStream
 from .options import ChatOptions, Message, Options
 from .pooled import Pooled
-from .results import Chunk, Generation, Model, Output, Usage
+from .results import Chunk, Generation, Model, Output, TimedText, Transcribed, Usage
 from .retries import Retries
 from .sync_client import Client, Session, Stream
 from .tool_calls import ToolCall, ToolCallDelta
@@ -34,8 +34,10 @@ __all__ = [
     "Retries",
     "Session",
     "Stream",
+    "TimedText",
     "ToolCall",
     "ToolCallDelta",
+    "Transcribed",
     "Usage",
     "errors",
 ]

@@ -26,10 +26,10 @@ from .async_calls import (
     sleep,
     was_cut,
 )
-from .client_request import chat_request, check_streamed, prompt_request
+from .client_request import chat_request, check_streamed, prompt_request, transcribe_requests
 from .options import ChatArguments, Message, Prompt, PromptArguments, TurnArguments, takes
 from .pooled import Pooled, PoolInput, classify_request, embed_request, pool_request, read_pooled, score_request
-from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, read_model
+from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, Transcribed, read_model, read_transcribed
 from .retries import Retries
 
 T = TypeVar("T")
@@ -269,6 +269,20 @@ class AsyncClient:
     ) -> Pooled:
         """Like :meth:`embed`, but return what a task computes, such as ``token_embed``: a vector for each token."""
         return await self._pooled("Pool", pool_request(inputs, task, **options), timeout)
+
+    async def transcribe(self, sound: bytes, *, timeout: float | None = None, **options: Any) -> Transcribed:
+        """Return what is said in the bytes of a sound's file.
+
+        ``options``: ``model``, ``translate`` (into English), ``language``, ``prompt`` (text before it),
+        ``temperature``, ``seed``, ``return_segments``, ``return_words``. Raises any of :mod:`errors`.
+        """
+        requests = transcribe_requests(sound, options)
+
+        async def call(stub: Any, left: float) -> Transcribed:
+            responses = stub.Transcribe(iter(requests), timeout=left, metadata=self._metadata)
+            return read_transcribed(await collected(responses))
+
+        return await self._retrying(call, timeout)
 
     @takes(PromptArguments)
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:

@@ -19,6 +19,8 @@ _OF_TABLE = frozenset(GenerationFields.__struct_fields__)
 _KNOWN = frozenset({"model", *Options.__struct_fields__})
 _OF_BEAMS = frozenset({"use_beam_search", "length_penalty"})
 _OF_CHATS = frozenset(ChatOptions.__struct_fields__) - _KNOWN
+_SOUND_BYTES = 256 << 10
+"""Of a sound in one message."""
 
 
 def prompt_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
@@ -29,6 +31,22 @@ def prompt_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.
     else:
         request.token_ids.ids.extend(narrow_token_ids("prompt", prompt))
     return request
+
+
+def transcribe_requests(sound: bytes, options: Mapping[str, Any]) -> list[inference_pb2.TranscribeRequest]:
+    """Return the messages that send a sound. Raises ``InvalidArgument``, and ``TypeError`` for an option that is
+    none."""
+    asked = inference_pb2.TranscribeOptions()
+    for name, value in options.items():
+        if name not in asked.DESCRIPTOR.fields_by_name:
+            raise TypeError(f"{name!r} is not an option of this call")
+        if value is not None:
+            set_field(asked, name, value)
+    if not isinstance(sound, bytes):
+        raise InvalidArgument("sound must be the bytes of a file", "sound")
+    parts = (sound[start : start + _SOUND_BYTES] for start in range(0, len(sound), _SOUND_BYTES))
+    first = inference_pb2.TranscribeRequest(options=asked)
+    return [first, *(inference_pb2.TranscribeRequest(data=part) for part in parts)]
 
 
 def chat_request(messages: Sequence[Message], options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:

@@ -1,6 +1,6 @@
 """Defines the results of the client: chunks of a stream, and whole answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -237,3 +237,41 @@ def _logprobs(columns: types_pb2.Logprobs, token_ids: Sequence[int], num_also: i
             found.setdefault(columns.token_id[at], Logprob(columns.logprob[at], rank))
         positions.append(found)
     return positions
+
+
+@dataclass(frozen=True)
+class TimedText:
+    """A part of what is said in a sound."""
+
+    text: str
+    start: float
+    """Seconds of the sound, as of ``end``."""
+    end: float
+
+
+@dataclass(frozen=True)
+class Transcribed:
+    """What is said in a sound."""
+
+    text: str
+    seconds: float
+    """Of the sound."""
+    language: str
+    """Code of the language that is spoken; empty: the model knows one only."""
+    segments: Sequence[TimedText] = ()
+    """With ``return_segments``."""
+    words: Sequence[TimedText] = ()
+    """With ``return_words``."""
+
+
+def read_transcribed(responses: Iterable[inference_pb2.TranscribeResponse]) -> Transcribed:
+    """Return the result of a call, from all its responses."""
+    whole = inference_pb2.TranscribeResponse()
+    texts = list[str]()
+    for response in responses:
+        texts.append(response.text)
+        whole.MergeFrom(response)
+    segments, words = (
+        [TimedText(each.text, each.start, each.end) for each in all_of] for all_of in (whole.segments, whole.words)
+    )
+    return Transcribed("".join(texts), whole.seconds, whole.language, segments, words)

@@ -13,10 +13,10 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from . import connection
 from .answer_course import AnswerCourse, NextCall
-from .client_request import chat_request, check_streamed, prompt_request
+from .client_request import chat_request, check_streamed, prompt_request, transcribe_requests
 from .options import ChatArguments, Message, Prompt, PromptArguments, TurnArguments, takes
 from .pooled import Pooled, PoolInput, classify_request, embed_request, pool_request, read_pooled, score_request
-from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, read_model
+from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, Transcribed, read_model, read_transcribed
 from .retries import Retries
 from .sync_calls import (
     CANNOT_WRITE,
@@ -259,6 +259,20 @@ class Client:
     def pool(self, inputs: Sequence[PoolInput], task: str, *, timeout: float | None = None, **options: Any) -> Pooled:
         """Like :meth:`embed`, but return what a task computes, such as ``token_embed``: a vector for each token."""
         return self._pooled("Pool", pool_request(inputs, task, **options), timeout)
+
+    def transcribe(self, sound: bytes, *, timeout: float | None = None, **options: Any) -> Transcribed:
+        """Return what is said in the bytes of a sound's file.
+
+        ``options``: ``model``, ``translate`` (into English), ``language``, ``prompt`` (text before it),
+        ``temperature``, ``seed``, ``return_segments``, ``return_words``. Raises any of :mod:`errors`.
+        """
+        requests = transcribe_requests(sound, options)
+
+        def call(stub: Any, left: float) -> Transcribed:
+            responses = stub.Transcribe(iter(requests), timeout=left, metadata=self._metadata)
+            return read_transcribed(collected(responses))
+
+        return self._retrying(call, timeout)
 
     @takes(PromptArguments)
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:

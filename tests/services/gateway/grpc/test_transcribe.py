@@ -12,6 +12,8 @@ from tests.services.gateway.fakes import FakeMesh
 from tests.services.gateway.openai.ear import NO_STAMPS, STAMP, Ear, listening, piece_of, prompt_of, tokens
 from tests.services.gateway.openai.test_transcription_limits import hold
 from tests.services.gateway.openai.test_transcriptions import LONG
+from tokenloom.client import AsyncClient, Client, TimedText
+from tokenloom.request import errors
 from tokenloom.services.gateway.grpc import other_calls
 from tokenloom.v1 import inference_pb2, tokenizer_pb2, types_pb2
 
@@ -204,6 +206,24 @@ async def test_tokens_are_charged_once(ear: Ear) -> None:
     num_output = sum(map(len, ear.heard.values()))
     metrics = (await ear.http.get("/metrics")).text
     assert f'tokenloom_tenant_tokens_total{{tenant=""}} {float(num_prompt + num_output)}' in metrics
+
+
+async def test_the_clients(ear: Ear) -> None:
+    ear.heard = {0: tokens("| ab, cd|| e|", 0, 20, 20, 30)}
+    sound = b"sound 900 of tones" + bytes(600_000)
+    async with AsyncClient(ear.mesh.grpc_address, timeout=30) as client:
+        heard = await client.transcribe(sound, language="de", return_segments=True, return_words=True)
+        assert (heard.text, heard.seconds, heard.language) == ("ab, cd e", 0.9, "de")
+        assert [each.text for each in heard.segments] == [" ab, cd", " e"]
+        assert heard.words[0] == TimedText("ab,", 0.02, 0.1)
+        with pytest.raises(errors.InvalidArgument, match="language 'xx' is not known"):
+            await client.transcribe(sound, language="xx")
+        with pytest.raises(errors.InvalidArgument, match="bytes of a file"):
+            await client.transcribe("a.wav")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="'top_p' is not an option"):
+            await client.transcribe(sound, top_p=1)
+    with Client(ear.mesh.grpc_address, timeout=30) as blocking:
+        assert (await asyncio.to_thread(blocking.transcribe, sound, language="de")).text == "ab, cd e"
 
 
 async def test_cancelling_the_call_cancels_the_request(ear: Ear) -> None:

@@ -205,7 +205,7 @@ class KVPool:
         """Return the CRC-32 of each block or slot over its regions in order. Releases the interpreter lock for large
         ones."""
         if self.apart is not None:
-            return self.apart.checksums(block_ids)
+            return self.apart.checksums([int(block_id) for block_id in block_ids])
         if self.device is None:
             return [_checksum(self.rows(block_id)) for block_id in block_ids]
         sums = []

@@ -450,7 +450,7 @@ class DecoderModel:
         """
         delta: Tensor | None = None
         size = self.config.hidden_size
-        kept = list(residual[:, size:].split(size, -1)) if residual.shape[1] > size else []
+        kept = [residual[:, begin : begin + size] for begin in range(size, residual.shape[1], size)]
         residual = residual[:, :size].contiguous()
         columns = zip(self._layers, self._rotary_of_layer, kv_caches, strict=False)
         for number, (layer, rotary, kv_cache) in enumerate(columns, self.config.first_layer):

@@ -332,7 +332,8 @@ def _layers_of(model: nn.Module) -> list[_Layer]:
 
 def _product(module: LinearModule) -> tuple[Any, str]:
     """Return the object, and its attribute, that is the product of a layer without exchanges."""
-    owner, attribute = module, "_linear"
+    owner: Any = module
+    attribute = "_linear"
     while isinstance(inner := getattr(owner, attribute), EXCHANGES):
         owner, attribute = inner, "_part"
     return owner, attribute

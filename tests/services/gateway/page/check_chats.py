@@ -117,7 +117,7 @@ class ChatChecks(Findings):
 
     async def copy_without_clipboard(self) -> None:
         """Copy where the browser offers no clipboard, as over HTTP to another machine, and where nothing helps."""
-        await self.ask(FIRST)
+        await self.ask("What is 2 plus 3?")
         text = await self.tab.run(f"{_ANSWER}.querySelector('.message-text').textContent")
         button = f"{_ANSWER}.querySelector('header button[title^=Copy]')"
         await self.tab.run("navigator.clipboard.writeText = () => Promise.reject(new Error('refused'))")

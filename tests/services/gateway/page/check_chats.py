@@ -240,7 +240,8 @@ class ChatChecks(Findings):
     async def forget(self) -> None:
         """Delete the open conversation, then all; a reload finds nothing."""
         await self.tab.run("document.querySelector('#open-chats').click()")
-        await self.tab.until(f"{_DIALOG}.open && document.querySelector('#chats [aria-current]')")
+        current = "document.querySelector('#chats [aria-current]')"
+        await self.tab.until(f"{_DIALOG}.open && {current}?.textContent.includes({json.dumps(THIRD)})")
         rows = await self.tab.run(f"{_ROWS}.length")
         await self.click("document.querySelector('#chats [aria-current]')", "Delete")
         await self.click("document.querySelector('#chats [aria-current]')", "Really delete?")

@@ -98,11 +98,18 @@ class ChatChecks(Findings):
     async def copied(self, button: str) -> str:
         """Press a button that copies, and return what is in the clipboard."""
         await self.tab.run(f"{button}.focus()")
+        # What the button says lasts a moment, which a busy machine would miss.
+        await self.tab.run(f"""(() => {{
+          const button = {button};
+          window.said = new Promise((done) => {{
+            new MutationObserver(() => done(button.textContent)).observe(button, {{ childList: true }});
+          }});
+        }})()""")
         await self.tab.press("Enter")
-        await self.tab.until(f"document.activeElement === {button} && {button}.textContent !== 'Copy'")
         text: str = await self.tab.run(
-            f"navigator.clipboard.readText().then((text) => `${{{button}.textContent}} ${{text}}`)"
+            "window.said.then(async (said) => `${said} ${await navigator.clipboard.readText()}`)"
         )
+        self.expect(await self.tab.run(f"document.activeElement === {button}"), "a button that copies keeps the focus")
         return text
 
     async def copy_code(self) -> None:

@@ -41,6 +41,8 @@ class ChatChecks(Findings):
     """Uses the list of conversations, and collects what is not as it should be."""
 
     async def check(self) -> None:
+        for label, value in (("Temperature", "0"), ("Seed", ""), ("Max tokens", "")):
+            await self.set(label, value)
         await self.first_question()
         await self.cut()
         await self.copy()

@@ -71,6 +71,7 @@ class Checks(Findings):
 
     async def stream(self) -> None:
         """Stream an answer, stop a long one, and regenerate it."""
+        await self.set("Temperature", "0")  # drawn freely, the small model sometimes calls no tool
         await self.ask(QUESTION)
         await self.answered()
         text = await self.tab.run(f"{_ANSWER}.querySelector('.message-text').textContent")

@@ -80,6 +80,7 @@ class Tasks(Findings):
     async def first(self) -> None:
         """Ask: the first stop of the keyboard leads to the question."""
         await self.tab.until("document.querySelector('.questions')")
+        await self.set("Temperature", "0")
         await self.barriers("the empty page")
         await self.tab.run("document.activeElement.blur()")
         await self.tab.press("Tab", "Enter")
@@ -154,7 +155,7 @@ class Tasks(Findings):
         await self.tab.write("1.5")
         await self.ask(STORY, 2)
         titles = await self.tab.run(f"{_ANSWERS}.map((each) => each.querySelector('header b').textContent)")
-        self.done(titles == ["A: default temperature", "B: temperature 1.5"], f"7. compare two settings: {titles}")
+        self.done(titles == ["A: temperature 0", "B: temperature 1.5"], f"7. compare two settings: {titles}")
         boxes = await self.tab.run(f"{_ANSWERS}.map((each) => each.getBoundingClientRect().toJSON())")
         is_beside = boxes[0]["right"] <= boxes[1]["left"] and boxes[0]["top"] == boxes[1]["top"]
         is_below = boxes[0]["bottom"] <= boxes[1]["top"] and boxes[0]["left"] == boxes[1]["left"]
@@ -163,7 +164,7 @@ class Tasks(Findings):
         await self.barriers("a comparison")
         await self.tab.until('document.querySelector(`#settings-b option[value$=":pirate"]`)')
         await self.set("Model", "tokenloom-demo:pirate", "#settings-b")
-        await self.set("Temperature", "", "#settings-b")
+        await self.set("Temperature", "0", "#settings-b")
         await self.ask("What is the capital of France?", 2)
         texts = await self.tab.run(
             f"{_ANSWERS}.slice(-2).map((each) => each.querySelector('.message-text').textContent)"

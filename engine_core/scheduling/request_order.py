@@ -58,12 +58,14 @@ class RequestOrder:
     Attributes:
         policy: What the engine's options name.
         by_priority: Whether ``Request.priority`` orders requests, instead of their arrival.
+        has_rank: Whether a plugin ranks requests. Otherwise only one with a priority needs :meth:`place`.
     """
 
     def __init__(self, policy: str, rank: Rank | None = None) -> None:
         """``rank``: that of a plugin; None: the policy is built in."""
         self.policy = policy
         self.by_priority = policy != SchedulingPolicy.FCFS
+        self.has_rank = rank is not None
         self._rank = rank
 
     def place(self, request: Request) -> str:

@@ -124,7 +124,9 @@ class Scheduler:
         moves_kv = self._remote is not None
         is_pooled = request.pooling_params is not None
         error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
-        error = error or _refusal(request, self.kv, self.max_model_len, moves_kv=moves_kv) or self._order.place(request)
+        error = error or _refusal(request, self.kv, self.max_model_len, moves_kv=moves_kv)
+        if request.priority or self._order.has_rank:  # nothing to say of any other request, and nothing to pay for it
+            error = error or self._order.place(request)
         field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
         if error := error or (self._media_refusal(request) if message.media or self._hears else ""):
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)

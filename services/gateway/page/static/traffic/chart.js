@@ -26,7 +26,7 @@ export class Chart {
     this.columns = [];
     this.at = null; // position of the cursor; null: the latest one
     this.value = html("div", { class: "chart-value" });
-    this.plot = html("div", { class: "plot", role: "slider", tabindex: "0", "aria-label": title, "aria-valuemin": 0,
+    this.plot = html("div", { class: "plot", role: "slider", tabindex: "0", "aria-label": title, "aria-valuemin": 0, "aria-valuenow": 0,
       pointermove: (event) => this.point(event), pointerleave: () => this.move(null),
       keydown: (event) => this.press(event), blur: () => this.move(null) });
     this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });

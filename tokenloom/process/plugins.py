@@ -10,16 +10,14 @@ Keywords that are not checked are refused when a plugin is loaded, so that no ru
 Nothing here imports other code of ours: worker, engine's front and gateway check by the same rules.
 """
 
-import difflib
 import importlib
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 GROUP = "tokenloom."
 """What the group of each of our entry points begins with; the kind follows."""
@@ -27,40 +25,42 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LISTED = 8
 
 
-@dataclass(frozen=True)
+# Plain classes, here and below: every process imports this module, and a dataclass takes a millisecond to make.
 class PluginKind:
-    """Describes what all plugins of a kind have in common; ``docs/use/plugins.md`` shows how each is written."""
+    """Describes what all plugins of a kind have in common; ``docs/use/plugins.md`` shows how each is written.
 
-    services: frozenset[str]
-    """Those that use plugins of this kind; ``cli`` is the command line."""
-    needs: tuple[str, ...] = ()
-    """Attributes that a plugin must have; without any, it is data, or is called itself."""
-    is_called: bool = False
-    """Whether a plugin is called itself."""
-    changes: tuple[Literal["numerics", "kv_layout"], ...] = ()
-    """What engines with different plugins of this kind do not share: ``numerics``: tokens, so that a request never
-    moves from one to another; ``kv_layout``: KV blocks."""
+    Attributes:
+        services: Those that use plugins of this kind; ``cli`` is the command line.
+        needs: Attributes that a plugin must have; without any, it is data, or is called itself.
+        is_called: Whether a plugin is called itself.
+        changes: What engines with different plugins of this kind do not share: ``numerics``: tokens, so that a request
+            never moves from one to another; ``kv_layout``: KV blocks.
+    """
 
-
-def _kind(*services: str, **traits: Any) -> PluginKind:
-    return PluginKind(frozenset(services), **traits)
+    def __init__(
+        self, *services: str, needs: Sequence[str] = (), is_called: bool = False, changes: Sequence[str] = ()
+    ) -> None:
+        self.services = services
+        self.needs = needs
+        self.is_called = is_called
+        self.changes = changes
 
 
 KINDS: Mapping[str, PluginKind] = {
-    "logits_processors": _kind("engine", needs=("arguments",), changes=("numerics",)),
-    "schedulers": _kind("engine", is_called=True),
-    "executors": _kind("engine", is_called=True),
-    "platforms": _kind("engine", is_called=True, changes=("numerics",)),
-    "checkpoint_formats": _kind("engine", is_called=True, changes=("numerics",)),
-    "attention_backends": _kind("engine", is_called=True, changes=("numerics", "kv_layout")),
-    "kv_transports": _kind("engine", is_called=True),
-    "grammar_backends": _kind("engine", is_called=True, changes=("numerics",)),
-    "tool_formats": _kind("gateway"),
-    "reasoning_formats": _kind("gateway", "engine"),
-    "placement_rules": _kind("coordinator", is_called=True),
-    "authentication": _kind("gateway", is_called=True),
-    "chat_templates": _kind("tokenizer", "engine"),
-    "cli_commands": _kind("cli"),
+    "logits_processors": PluginKind("engine", needs=("arguments",), changes=("numerics",)),
+    "schedulers": PluginKind("engine", is_called=True),
+    "executors": PluginKind("engine", is_called=True),
+    "platforms": PluginKind("engine", is_called=True, changes=("numerics",)),
+    "checkpoint_formats": PluginKind("engine", is_called=True, changes=("numerics",)),
+    "attention_backends": PluginKind("engine", is_called=True, changes=("numerics", "kv_layout")),
+    "kv_transports": PluginKind("engine", is_called=True),
+    "grammar_backends": PluginKind("engine", is_called=True, changes=("numerics",)),
+    "tool_formats": PluginKind("gateway"),
+    "reasoning_formats": PluginKind("gateway", "engine"),
+    "placement_rules": PluginKind("coordinator", is_called=True),
+    "authentication": PluginKind("gateway", is_called=True),
+    "chat_templates": PluginKind("tokenizer", "engine"),
+    "cli_commands": PluginKind("cli"),
 }
 """The kinds by the last part of their group."""
 
@@ -79,13 +79,13 @@ class PluginPoint(NamedTuple):
     target: str
 
 
-@dataclass(frozen=True)
 class PluginPackage:
     """An installed package with plugins."""
 
-    name: str
-    version: str
-    points: tuple[PluginPoint, ...]
+    def __init__(self, name: str, version: str, points: tuple[PluginPoint, ...]) -> None:
+        self.name = name
+        self.version = version
+        self.points = points
 
     def of_kind(self, kind: str) -> tuple[PluginPoint, ...]:
         """Return its plugins of this kind."""
@@ -246,7 +246,7 @@ def _check_points(package: PluginPackage) -> None:
         raise ValueError(f"{about} has no entry points in groups named {GROUP}KIND (docs/use/plugins.md)")
     for point in package.points:
         if point.kind not in KINDS:
-            near = difflib.get_close_matches(point.kind, KINDS, n=1)
+            near = _near(point.kind, KINDS)
             hint = f"; did you mean {GROUP}{near[0]}?" if near else f"; the kinds are {', '.join(KINDS)}"
             raise ValueError(f"{about} has an entry point in the group {GROUP}{point.kind}, which is unknown{hint}")
         if not _NAME.fullmatch(point.name):
@@ -287,9 +287,15 @@ def _load(package: PluginPackage, kind: str, name: str) -> LoadedPlugin:
     return LoadedPlugin(f"{package.name}:{name}", value)
 
 
+def _near(name: str, names: Iterable[str]) -> list[str]:
+    import difflib  # here, because only an error needs it
+
+    return difflib.get_close_matches(name, names, n=1)
+
+
 def _installed_near(name: str) -> str:
     installed = installed_packages()
-    near = difflib.get_close_matches(normalized(name), installed, n=1)
+    near = _near(normalized(name), installed)
     if near:
         return f"; did you mean {near[0]}?"
     listed = ", ".join(installed[:_LISTED])

@@ -32,6 +32,17 @@ def fewest(offers):
     return offers.waiting + offers.running
 
 
+class Totals:
+    """Adds up the seconds in which an engine had work."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def log(self, stats):
+        """Take the statistics of an interval."""
+        self.seconds += 0.0 if stats.is_idle else stats.seconds
+
+
 def greet(name: str = "world"):
     """Greet somebody."""
     print(f"Hello, {name}.")

@@ -12,7 +12,7 @@ import grpc.aio
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
 from tokenloom.engine_core.data.kv_events import KVCacheEvent
 from tokenloom.model_files import model_path
-from tokenloom.request.errors import FailedPrecondition, TryElsewhere
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument, TryElsewhere
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
@@ -30,7 +30,7 @@ from .kv.kv_front import KVFront
 from .records.engine_settings import EngineSettings, KVEventsConfig
 from .records.identity import Identity, make_fingerprint, weights_stamps
 from .records.load import LoadTracker
-from .records.stat_log import StatIntervals, StatLine
+from .records.stat_log import StatIntervals, StatLine, StatLogger, plugged_loggers
 from .running_engine import STOPPED, RunningEngine
 from .streams.engine_servicer import EngineServicer
 
@@ -69,6 +69,15 @@ class EngineService:
         await self._undo.aclose()
 
 
+def _loggers(settings: EngineSettings) -> list[StatLogger]:
+    """Return what gets the engine's statistics. Raises ``InvalidArgument`` for a plugin that cannot be loaded."""
+    lines = [] if settings.disable_log_stats else [StatLine(settings.instance_id.removeprefix("engine-"))]
+    try:
+        return [*lines, *plugged_loggers(settings.plugins)]
+    except ValueError as error:
+        raise InvalidArgument(f"plugins: {error}", "plugins") from error
+
+
 async def _start(
     settings: EngineSettings, client: AsyncCoreClient | None, host: Host, undo: contextlib.AsyncExitStack
 ) -> RunningEngine:
@@ -78,10 +87,14 @@ async def _start(
     load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting, host.clock.seconds)
     # The core is a command of its own, not a fork: a fork with a live gRPC runtime hangs, and multiprocessing would
     # need a __main__ guard in the scripts of users.
-    client = client or process_client(settings, str(path))
+    try:
+        client = client or process_client(settings, str(path))
+    except ValueError as error:  # of an option that does not fit the checkpoint
+        raise InvalidArgument(str(error)) from error
     # The stack undoes in reverse: streams end first, then the KV port, and the core last, since both still talk to it.
     undo.push_async_callback(client.close)
     stamps = await asyncio.to_thread(weights_stamps, path, settings.engine.worker)
+    loggers = _loggers(settings)  # made before the weights load, as what follows
     publish = None  # made before the weights load, so that a wrong address costs no time
     if settings.kv_events_config is not None and settings.kv_events_config.is_on:
         publish = _publish_events(settings.kv_events_config, settings, host, undo)
@@ -117,9 +130,8 @@ async def _start(
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, administration))
-    if not settings.disable_log_stats:
-        line = StatLine(settings.instance_id.removeprefix("engine-"))
-        intervals = StatIntervals([line], settings.log_stats_interval, host.clock.seconds)
+    if loggers:
+        intervals = StatIntervals(loggers, settings.log_stats_interval, host.clock.seconds)
         counted = core.metrics.generation_tokens
         host.spawn(intervals.run(lambda: (core.metrics.stats, counted.value)), name="engine-stats")
     if isinstance(client, AsyncMPClient):

@@ -17,7 +17,7 @@ from tokenloom.request.errors import TokenloomError
 from tokenloom.services.engine.records.engine_settings import for_checkpoint
 from tokenloom.services.engine.records.grammar_config import reasoning_mode
 from tokenloom.services.engine.records.identity import media_limits, pooling_limits
-from tokenloom.services.engine.records.stat_log import StatIntervals, StatLine, StatLogger
+from tokenloom.services.engine.records.stat_log import StatIntervals, StatLine, StatLogger, plugged_loggers
 from tokenloom.v1 import types_pb2
 
 from .engine_args import EngineArgs
@@ -78,6 +78,7 @@ class LLMEngine:
             info = CheckpointInfo.load(path)
             own = path if args.tokenizer is None else resolve(str(args.tokenizer), weights=False)
             self.tokenizer: Tokenizer = load_tokenizer(own)
+        stat_loggers = [*stat_loggers, *plugged_loggers(args.config.plugins)]
         self._path = path
         self.model_name = args.served_model_name or served_name(path, str(args.model))
         self.info = info if template is None else replace(info, chat_template=template)

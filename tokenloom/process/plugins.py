@@ -55,6 +55,7 @@ KINDS: Mapping[str, PluginKind] = {
     "attention_backends": PluginKind("engine", is_called=True, changes=("numerics", "kv_layout")),
     "kv_transports": PluginKind("engine", is_called=True),
     "grammar_backends": PluginKind("engine", is_called=True, changes=("numerics",)),
+    "stat_loggers": PluginKind("engine", needs=("log",)),
     "tool_formats": PluginKind("gateway"),
     "reasoning_formats": PluginKind("gateway", "engine"),
     "placement_rules": PluginKind("coordinator", is_called=True),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
 from tokenloom.engine_core.data.messages import EngineCoreOutputs, SchedulerStats
+from tokenloom.process.plugins import load_all
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,18 @@ class StatLogger(Protocol):
 
     def log(self, stats: EngineStats) -> None:
         """Take the statistics of an interval, on the thread that runs the engine: it must not wait."""
+
+
+def plugged_loggers(plugins: Sequence[str]) -> list[StatLogger]:
+    """Return the loggers of packages: objects, or classes without parameters. Raises ``ValueError`` for one that
+    cannot be loaded."""
+    found: list[StatLogger] = []
+    for each in load_all("stat_loggers", plugins) if plugins else ():
+        try:
+            found.append(each.value() if isinstance(each.value, type) else each.value)
+        except Exception as error:  # whatever the code of others does
+            raise ValueError(f"the plugin {each.named} (stat_loggers): {type(error).__name__}: {error}") from error
+    return found
 
 
 class StatLine:

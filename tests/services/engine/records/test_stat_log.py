@@ -2,14 +2,17 @@
 
 import asyncio
 import itertools
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace as changed
 
+from tests.plugin_packages import EXAMPLE_NAME, install, install_example
 from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
-from tokenloom.services.engine.records.stat_log import EngineStats, StatIntervals, StatLine
+from tokenloom.services.engine.records.stat_log import EngineStats, StatIntervals, StatLine, plugged_loggers
 
 IDLE = EngineStats(10.0, 0.0, 0.0, 0, 0, 0, 0.0, 0.0, None, None)
 BUSY = replace(IDLE, prompt_throughput=12.34, generation_throughput=5.0, num_running=2, num_waiting=3, kv_usage=0.256)
@@ -168,3 +171,19 @@ def test_of_several_idle_intervals_only_the_first_has_a_line(caplog: pytest.LogC
     for stats in (IDLE, BUSY, IDLE, IDLE, BUSY):
         line.log(stats)
     assert len(caplog.messages) == 3
+
+
+def test_loggers_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tokenloom_example", raising=False)
+    install_example(tmp_path)
+    (totals,) = plugged_loggers((EXAMPLE_NAME,))
+    for stats in (BUSY, IDLE, BUSY):
+        totals.log(stats)
+    assert totals.seconds == 20.0  # type: ignore[attr-defined]
+    assert plugged_loggers(()) == []
+    monkeypatch.delitem(sys.modules, "acme", raising=False)
+    source = "class Own:\n    def __init__(self, size): pass\n    def log(self, stats): pass"
+    install(tmp_path, "acme", {"tokenloom.stat_loggers": {"own": "acme:Own"}}, source)
+    with pytest.raises(ValueError, match=r"the plugin acme:own \(stat_loggers\): TypeError"):
+        plugged_loggers(("acme",))

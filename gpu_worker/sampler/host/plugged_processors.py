@@ -136,7 +136,8 @@ class PluggedRows:
 
     def _changed_alone(self, logits: Logits, row: PluginRow) -> Logits:
         try:
-            return self._changed(logits[None], [row])[0]
+            changed: Logits = self._changed(logits[None], [row])[0]
+            return changed
         except Exception:
             # NaN ends this request, and no other one, with an error that names its logits.
             log.exception("the plugin %s failed for a request, which ends", self._plugin.named)

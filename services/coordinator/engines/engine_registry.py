@@ -10,7 +10,7 @@ import numpy as np
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
-from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, cost, score
+from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, Rule, cost, score
 from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,
@@ -146,7 +146,10 @@ class Registry:
     @property
     def placement(self) -> PlacementRule:
         """The rule by which engines are compared."""
-        words = {score: PlacementRule.PLACEMENT_RULE_SCORE, cost: PlacementRule.PLACEMENT_RULE_COST}
+        words: dict[Rule, PlacementRule] = {
+            score: PlacementRule.PLACEMENT_RULE_SCORE,
+            cost: PlacementRule.PLACEMENT_RULE_COST,
+        }
         return words.get(self._placement.policy.rule, PlacementRule.PLACEMENT_RULE_PLUGIN)
 
     def check_name(self, first: EngineReport) -> None:

@@ -248,11 +248,14 @@ def plugged_rule(costs: PluggedCosts, on_failure: Callable[[str], None]) -> Rule
 def _offers(engines: EngineColumns, candidates: Candidates, ask: Ask) -> Offers:
     index, count = candidates.index, len(candidates)
     cached = np.zeros(count, np.int64) if ask.cached_tokens is None else ask.cached_tokens[index]
-    columns = (engines.waiting, engines.running, engines.free_tokens, engines.uncached_tokens, engines.seats)
     return Offers(
         EngineRole.Name(ask.role).removeprefix("ENGINE_ROLE_").lower(),
         ask.prompt_tokens,
         cached.copy(),
-        *(column[index].copy() for column in columns),
+        engines.waiting[index].copy(),
+        engines.running[index].copy(),
+        engines.free_tokens[index].copy(),
+        engines.uncached_tokens[index].copy(),
+        engines.seats[index].copy(),
         candidates.speeds(engines).seconds_per_token.copy(),
     )

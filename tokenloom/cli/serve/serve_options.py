@@ -44,12 +44,12 @@ def service_arguments(
     flags: dict[str, tuple[str, ...]] = {}
     environment: dict[str, dict[str, str]] = {}
     for name, value in chosen.items():
-        dealt = _dealt(value) if name in DEALT else dict.fromkeys(OFFERS[name].services, value)
-        for service, value in dealt.items():
+        dealt: Mapping[str, Any] = _dealt(value) if name in DEALT else dict.fromkeys(OFFERS[name].services, value)
+        for service, own in dealt.items():
             if OFFERS[name].option.extra.get("secret"):  # every user of the machine can read flags
-                environment.setdefault(service, {})[OFFERS[name].option.variable] = value
+                environment.setdefault(service, {})[OFFERS[name].option.variable] = own
             else:
-                flags[service] = (*flags.get(service, ()), setting_flag(name, value))
+                flags[service] = (*flags.get(service, ()), setting_flag(name, own))
     return flags, environment
 
 

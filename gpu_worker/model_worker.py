@@ -235,7 +235,8 @@ class ModelWorker:
         measures = self._config.speculative is not None and self._ranks.place.is_whole
         num_free = self._free_rows(kv_cache.num_blocks) if measures else 0
         if self._pool is not None and self._pool.device is None:
-            self._pages = PoolPages(self._pool)
+            step = scheduler.max_num_batched_tokens // block_size + scheduler.max_num_seqs
+            self._pages = PoolPages(self._pool, first_blocks=step * max(1, len(kv_cache.groups)))
             self._pages.drop()  # most of them take memory when requests are about to write to them
             self._pages.begin()
         self._platform.return_freed()

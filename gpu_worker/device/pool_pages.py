@@ -47,12 +47,20 @@ class PoolPages:
         pool: KVPool,
         ahead_bytes: int = AHEAD_BYTES,
         *,
+        first_blocks: int | None = None,
         populate: Populate = populate,
         start: Callable[[Callable[[], None]], threading.Thread] = on_thread,
     ) -> None:
-        """``pool`` is in memory of the host. ``start`` runs a call on another thread."""
+        """Args:
+        pool: In memory of the host.
+        first_blocks: How many a first step may write to, which are all that a pool without requests has ready; None:
+            as many as with requests.
+        start: Runs a call on another thread.
+        """
         self._pool = pool
         self._ahead = max(2, ahead_bytes // max(1, pool.block_bytes))  # blocks only: slots are few, and used soon
+        # A small model would have room for thousands of tokens ready that nobody sends.
+        self._first = self._ahead if first_blocks is None else min(self._ahead, max(2, first_blocks))
         self._populate = populate
         self._start = start
         self._ready = 0  # blocks below have their pages, or get them now
@@ -73,7 +81,7 @@ class PoolPages:
     def begin(self) -> None:
         """Begin to make the first blocks ready."""
         if not self._ready:
-            self._extend(0)
+            self._extend(0, self._first)
 
     def follow(self, step: SchedulerOutput) -> None:
         """Look at the blocks that requests got in this step, and begin to make more ready if few are left."""
@@ -83,13 +91,14 @@ class PoolPages:
             for new in step.scheduled_new_reqs:
                 used = max(used, 1 + max(new.block_ids, default=-1))
             # Half of the room before it runs out, so that the thread has time: a step must not catch up with it.
-            if used > self._ready - self._ahead // 2 and (self._thread is None or not self._thread.is_alive()):
-                self._extend(used)
+            is_short = used > max(0, self._ready - self._ahead // 2)
+            if is_short and (self._thread is None or not self._thread.is_alive()):
+                self._extend(used, self._ahead)
 
-    def _extend(self, used: int) -> None:
+    def _extend(self, used: int, ahead: int) -> None:
         """Make blocks ready on another thread, up to ``ahead`` more than the ``used`` first ones. Those far before the
         used ones are skipped: where requests get blocks in another order, each would take a large part of the pool."""
-        first, last = max(self._ready, used - self._ahead), min(used + self._ahead, self._pool.num_blocks)
+        first, last = max(self._ready, used - ahead), min(used + ahead, self._pool.num_blocks)
         self._ready = last
         self._thread = self._start(lambda: self._make_ready(first, last))
 

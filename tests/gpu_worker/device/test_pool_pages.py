@@ -49,12 +49,13 @@ class _Idle(threading.Thread):
 class _Populated:
     """Notes which bytes get pages; the thread of each call ends at once, unless ``is_slow``."""
 
-    def __init__(self, pool, *, works=True):
+    def __init__(self, pool, *, works=True, first_blocks=None):
         self.calls = []
         self.is_slow = False
         self.thread = _Idle()
         self._works = works
-        self.pages = PoolPages(pool, 2 * 8 * _BLOCK, populate=self._populate, start=self._start)
+        ahead = 2 * 8 * _BLOCK
+        self.pages = PoolPages(pool, ahead, first_blocks=first_blocks, populate=self._populate, start=self._start)
 
     def _populate(self, memory, start, end):
         self.calls.append((start // _BLOCK, end // _BLOCK))
@@ -76,6 +77,22 @@ def test_it_begins_with_the_first_blocks_of_every_region():
     assert seen.take() == [(0, 8), (64, 72)]
     seen.pages.begin()
     assert seen.take() == []
+
+
+def test_a_pool_without_requests_has_only_the_blocks_of_a_first_step():
+    seen = _Populated(_pool(), first_blocks=3)
+    seen.pages.begin()
+    assert seen.take() == [(0, 3), (64, 67)]
+    seen.pages.follow(_step())
+    assert seen.take() == []
+    seen.pages.follow(_step(new=[[1]]))
+    assert seen.take() == [(3, 10), (67, 74)]
+
+
+def test_the_first_blocks_are_never_more_than_with_requests():
+    seen = _Populated(_pool(), first_blocks=1000)
+    seen.pages.begin()
+    assert seen.take() == [(0, 8), (64, 72)]
 
 
 def test_it_makes_more_ready_when_requests_have_used_half_of_them():

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 import zmq
@@ -56,7 +56,8 @@ class KVEventPublisher:
         self._admission: zmq.auth.asyncio.AsyncioAuthenticator | None = None
         self._replay: zmq.asyncio.Socket | None = None
         # A plain socket: a PUB socket never waits, it drops what a slow subscriber has no room for.
-        self._pub = zmq.Context.shadow(self._context.underlying).socket(zmq.PUB)
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        self._pub = plain.socket(zmq.PUB)
         self.endpoint = self.replay_endpoint = ""
         try:
             if config.curve_key_file:
@@ -122,7 +123,7 @@ class KVEventPublisher:
         self._admission.start()
         self._admission.configure_curve(domain=_DOMAIN, location=str(clients))
 
-    def _bind(self, socket: "zmq.Socket[bytes]", config: KVEventsConfig, name: str, endpoint: str) -> str:
+    def _bind(self, socket: "zmq.Socket[Any]", config: KVEventsConfig, name: str, endpoint: str) -> str:
         """Bind a socket and return its address. Raises ``InvalidArgument``."""
         if config.curve_key_file:
             socket.curve_publickey, socket.curve_secretkey = load_key(Path(config.curve_key_file), is_secret=True)
@@ -138,7 +139,7 @@ class KVEventPublisher:
         except (zmq.ZMQError, OSError) as error:
             reason = f"{endpoint} cannot be bound: {error}; engines of one host need an address each, or port 0"
             raise InvalidArgument(f"kv_events_config: {name}: {reason}") from None
-        return socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        return str(socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
 
 def of_rank(endpoint: str, rank: int) -> str:

@@ -179,8 +179,7 @@ class _Answer:
         """Yield the messages of some output."""
         generation, index = self._generation, delta.index
         self._token_ids[index] += delta.token_ids
-        counts = {"prompt_tokens": len(generation.prompt_of(index)), "index": index}
-        counts["completion_tokens"] = len(self._token_ids[index])
+        num_prompt, num_output = len(generation.prompt_of(index)), len(self._token_ids[index])
         logprobs = pb.OutputLogProbs() if self._streams else self._logprobs[index]
         num_best = self._options.num_logprobs
         if num_best is not None:
@@ -189,7 +188,11 @@ class _Answer:
         has_logprobs = num_best is not None
         if self._streams and delta.token_ids:
             chunk = pb.GenerateStreamChunk(
-                token_ids=delta.token_ids, output_logprobs=logprobs if has_logprobs else None, **counts
+                token_ids=delta.token_ids,
+                prompt_tokens=num_prompt,
+                completion_tokens=num_output,
+                output_logprobs=logprobs if has_logprobs else None,
+                index=index,
             )
             yield pb.GenerateResponse(chunk=chunk)
         if (finished := delta.finished) is None:
@@ -197,8 +200,10 @@ class _Answer:
         complete = pb.GenerateComplete(
             output_ids=self._token_ids[index],
             finish_reason=finish_reason(finished),
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
             cached_tokens=finished.cached_tokens,
-            **counts,
+            index=index,
         )
         if has_logprobs and not self._streams:
             complete.output_logprobs.CopyFrom(logprobs)

@@ -174,8 +174,8 @@ class Derenderer:
         chunk = self._head(asked, asked.responses[0].request_id, is_chunk=True)
         state = asked.state or DerenderState()
         if not outputs:
-            answer = {"chunk": chunk | {"choices": [], "usage": self._chunk_usage(asked)}, "stream_state": state}
-            return encode_json(answer)
+            body = chunk | {"choices": [], "usage": self._chunk_usage(asked)}
+            return encode_json({"chunk": body, "stream_state": state})
         (output,) = outputs
         session = await self._session(asked, state) if asked.options.plan is not None else None
         if session is not None and session.repeated is not None:

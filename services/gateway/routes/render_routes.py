@@ -99,7 +99,11 @@ class RenderEndpoint:
         tools = self.mesh.plans.tools
         if request.sampling.bad_words and tools is not None:  # the beginnings of calls that the request forbids
             words += tools.openings
-        lists = {"stop": text.stop, "stop_token_ids": request.sampling.stop_token_ids, "bad_words": words}
+        lists: dict[str, Sequence[Any]] = {
+            "stop": text.stop,
+            "stop_token_ids": request.sampling.stop_token_ids,
+            "bad_words": words,
+        }
         values |= {name: list(value) for name, value in lists.items() if value}
         values |= {"ignore_eos": True} if request.ignore_eos else {}
         values |= {"include_stop_str_in_output": True} if text.include_stop_str_in_output else {}

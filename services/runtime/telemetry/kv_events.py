@@ -6,7 +6,7 @@ replay address, a sequence number is answered with all batches from there on, th
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -113,7 +113,8 @@ def _event(event: Any) -> Published | None:
         event = {"type": event[0], **dict.fromkeys(names), **values}
     if not isinstance(event, dict) or event.get("type") not in _ORDER:
         return None
-    return msgspec.convert(dict.fromkeys(_ORDER[event["type"]]) | event, Published)
+    found: Published = msgspec.convert(dict.fromkeys(_ORDER[event["type"]]) | event, Published)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class KVEventReader:
     _known: dict[int, bytes] = field(default_factory=dict, init=False)
     """What the last replay brought and the subscription may bring again; bounded by what the publisher keeps."""
 
-    async def read(self) -> AsyncIterator[tuple[int, EventBatch]]:
+    async def read(self) -> AsyncGenerator[tuple[int, EventBatch], None]:
         """Yield batches with their numbers, in order and each once, without end. Batches that were missed are asked for
         again; where that fails, or the publisher has begun anew, ``AllBlocksCleared`` comes first: what was known of
         the cache may be wrong.

@@ -204,6 +204,40 @@ async def test_a_stream_goes_on_at_another_gateway(
     assert num_lost == 1
 
 
+async def test_a_stream_outlives_its_gateway(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    """The gateway is killed in the middle; another one goes on, and the text is that of the whole answer."""
+    body = CHAT | CHATS["reasons"]
+    asked = await post(http, "/v1/chat/completions/render", body)
+    (choice,) = (await post(http, "/inference/v1/generate", asked))["choices"]
+    sent = {"chat_request": body, "prompt_token_ids": asked["token_ids"]}
+    whole = await post(
+        http, "/v1/chat/completions/derender", sent | {"generate_response": {"request_id": "r", "choices": [choice]}}
+    )
+    chunks = chunks_of(choice["token_ids"], 3, choice["finish_reason"])
+    settings = msgspec.structs.replace(mesh.gateway.settings, instance_id="short", listen=mesh.address("short"))
+    short, joined, state = Part(GatewayService, settings), Joined(), dict[str, Any]()
+    await short.start()
+    assert isinstance(short.service, GatewayService)
+    url = f"http://{short.service.http_address}"
+    async with httpx.AsyncClient(base_url=url, timeout=SOON, verify=PLAIN_TEXT) as client:
+        for chunk in chunks[:5]:
+            call = sent | {"stream": True, "generate_chunk": chunk, STATE: state or None}
+            answer = await post(client, "/v1/chat/completions/derender", call)
+            joined.add(answer["chunk"])
+            state = answer[STATE]
+    await short.kill()
+    state |= {"output_token_ids": choice["token_ids"][:15]}
+    for chunk in chunks[5:]:
+        call = sent | {"stream": True, "generate_chunk": chunk, STATE: state}
+        answer = await post(http, "/v1/chat/completions/derender", call)
+        joined.add(answer["chunk"])
+        state = answer[STATE]
+    message = whole["choices"][0]["message"]
+    assert joined.parts["content"] == (message["content"] or "")
+    assert joined.parts.get("reasoning", "") == message.get("reasoning", "")
+    assert (joined.roles, joined.reason) == (1, choice["finish_reason"])
+
+
 async def test_a_chunk_that_comes_twice_gets_the_same_answer(http: httpx.AsyncClient) -> None:
     asked = await post(http, "/v1/chat/completions/render", CHAT)
     ids = (await post(http, "/inference/v1/generate", asked))["choices"][0]["token_ids"]

@@ -70,7 +70,7 @@ class EngineArgs:
 
 def _take(options: dict[str, Any], name: str, *types: type[T]) -> T | None:
     """Take an option out of others; None: it is not given. Raises ``ValueError`` for one of another type."""
-    value = options.pop(name, None)
+    value: T | None = options.pop(name, None)
     if value is not None and type(value) not in types:
         raise ValueError(f"{name} must be of type {' or '.join(each.__name__ for each in types)}, not {value!r}")
     return value

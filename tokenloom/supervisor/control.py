@@ -11,8 +11,8 @@ from typing import Protocol
 import msgspec
 
 from .part_spec import PartFailed
+from .state_dir import CONTROL_SOCKET
 
-CONTROL_SOCKET = "control.sock"
 _MOST_BYTES = 1 << 16
 _REQUEST_SECONDS = 5.0
 

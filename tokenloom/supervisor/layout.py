@@ -17,9 +17,9 @@ from msgspec import Meta, Struct, field, json, structs
 
 from tokenloom.services.runtime.addresses import STREAMS_SUFFIX, Address
 
-from .control import CONTROL_SOCKET
 from .part_spec import PartSpec
 from .ports import GatewayPorts
+from .state_dir import CONTROL_SOCKET
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import msgspec
 
 from tokenloom.process.fall_backs import FallBack
 
+CONTROL_SOCKET = "control.sock"
 _MESH, _LOCK = "mesh.json", "lock"
 _NEW = "new-"
 """Begins the name of a directory that is not locked yet; another supervisor would take it for that of a dead mesh."""

@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "thinking_token_budget": 0,
     "return_routed_experts": True,
     "routed_experts_prompt_start": 3,
+    "extra_args": {"ban": [1]},
     "structured_outputs": StructuredOutputsParams(regex="a+"),
 }
 OF_THE_REQUEST: dict[str, Any] = {

@@ -1,6 +1,5 @@
 """``tokenloom run-batch`` answers a file of requests in OpenAI's batch format."""
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +48,8 @@ def _run_with_mesh(model: str, engines: int, timeout: float, work: BatchWork) ->
     """Run a mesh of this model for the requests. Exit with status 130 after a signal; print the parts' last log lines
     if the mesh does not start."""
     with uncollected_imports():  # here, because they take gRPC, which the help does not need
+        import asyncio
+
         from tokenloom.supervisor.layout import MeshOptions
         from tokenloom.supervisor.mesh import Mesh, run_mesh
         from tokenloom.supervisor.output import LineCopier, Tail

@@ -39,8 +39,8 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
 def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer) -> bool:
     """Return whether a client may get this error of a fault: it says that another try may succeed. An answer whose
     gateway and output processor were both lost is lost, and so is one whose deadline passed while its client was away,
-    or whose gateway died while a cut link kept it from its output processor; a request may be blamed for two deaths of
-    engines, and for three of the processes that render it."""
+    or whose gateway died while a cut link, or a frozen host, kept it from its output processor; a request may be
+    blamed for two deaths of engines, and for three of the processes that render it."""
     if isinstance(error, EngineKiller):
         return sum(fault.kind in _ENGINE_DEATHS and _concerns(fault, "engine") for fault in happened) > 1
     if isinstance(error, RequestLost):
@@ -65,8 +65,9 @@ def _loses_requests(fault: Fault) -> bool:
 
 
 def _keeps_from_output_processor(fault: Fault) -> bool:
-    is_cut = fault.kind in ("cut", "one_way_cut")
-    return is_cut and _concerns(fault, "gateway") and _concerns(fault, "output_processor")
+    """Return whether requests that a gateway has sent may not have been read."""
+    is_cut = fault.kind in ("cut", "one_way_cut") and _concerns(fault, "gateway")
+    return (is_cut or fault.kind == "freeze") and _concerns(fault, "output_processor")
 
 
 def _ends_requests(fault: Fault) -> bool:

@@ -97,6 +97,7 @@ class ModelRunner:
         self._backend = backend
         self._batch = batch
         self._ranks = parts.ranks
+        self._is_whole = self._ranks.place.is_whole
         self._sampled_tokens = None if self._ranks.place.is_alone else SampledTokens(self._ranks, batch)
         self._samples = batch.prompt_logprobs.are_kept = self._ranks.place.samples
         self._expected_tokens = ExpectedTokens(batch)
@@ -253,7 +254,7 @@ class ModelRunner:
             return None
         # transformers' modules, and graphs of a GPU, change states where they are. The trial of a recording computes
         # the step once more, for which ranks would have to meet.
-        is_apart = self._recordings.computes_every_step or not self._ranks.place.is_whole
+        is_apart = self._recordings.computes_every_step or not self._is_whole
         if self._states is not None and (self._model.config.mixer is None or is_apart):
             return None
         if self._routes is not None:

@@ -89,6 +89,11 @@ def check_prefixes(chart: Chart) -> None:
     assert "Service/gateway" in chart.render(release="a", prefix="")
     assert not _is_accepted(chart, prefix="Upper-")
     assert not _is_accepted(chart, prefix="without-hyphen-at-its-end")
+    longest = "a" * 37  # with engine-prefill 52, and a StatefulSet's pods have labels that are 11 longer
+    assert _is_accepted(chart, release=longest, overlay="disaggregated")
+    assert not _is_accepted(chart, release=f"{longest}a", overlay="disaggregated")
+    for release in ("1st", "with.dot"):
+        assert not _is_accepted(chart, release=release), "a Service cannot be called so"
     renamed = chart.render(release="a", objects={"StatefulSet/engine": {"spec": {"minReadySeconds": 4}}})
     assert renamed["StatefulSet/a-engine"]["spec"]["minReadySeconds"] == 4
 
@@ -124,6 +129,11 @@ def check_engines(chart: Chart) -> None:
         assert dict(values)["TOKENLOOM_MAX_NUM_SEQS"] == "32"
         assert [value for name, value in values if name == "TOKENLOOM_DRAIN_TIMEOUT"] == ["60"]
     assert all(sized[key] == each for key, each in build("disaggregated").items() if "engine-" not in key)
+    all_engines, decoding = {"TOKENLOOM_A": 1, "TOKENLOOM_B": True}, {"TOKENLOOM_B": False}
+    two = chart.render(overlay="disaggregated", engines={"settings": all_engines}, decode={"settings": decoding})
+    (container,) = _containers(two["StatefulSet/engine-decode"])
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert (values["TOKENLOOM_A"], values["TOKENLOOM_B"]) == ("1", "false"), "settings win one by one"
     assert not _is_accepted(chart, engines={"min": 0})
     assert not _is_accepted(chart, engines={"min": 9})
     assert not _is_accepted(chart, prefill={"min": 3})
@@ -185,6 +195,11 @@ def check_models(chart: Chart) -> None:
         [{"name": "a" * 30}],
     ):
         assert not _is_accepted(chart, release="release-x", models=wrong), wrong
+    unset = {"TOKENLOOM_A": False, "TOKENLOOM_B": 0, "TOKENLOOM_C": ""}
+    values = {"TOKENLOOM_A": True, "TOKENLOOM_B": 5, "TOKENLOOM_C": "text", "TOKENLOOM_D": 1}
+    overruled = chart.render(settings=values, models=[{"name": "a", "settings": unset}])
+    own = overruled["ConfigMap/a-tokenloom-common"]["data"]
+    assert [own[name] for name in values] == ["false", "0", "", "1"], "false, 0 and an empty text are values"
     alone = chart.render(models=[{"name": "a"}])
     assert "ConfigMap/gateway-meshes" not in alone, "the options describe the only mesh"
 

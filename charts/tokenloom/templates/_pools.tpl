@@ -12,6 +12,20 @@ Go prints the number 1000000 of a values file as 1e+06; JSON keeps its digits. *
 {{- end }}
 {{- if kindIs "string" .value }}{{ .value }}{{ else }}{{ toJson .value }}{{ end }}
 {{- end -}}
+{{- /* Adds the keys of all .layers to .on; a later layer wins, key by key also in `settings`. Not by `merge`, for which
+false, 0 and an empty text are keys that are not set. */ -}}
+{{- define "tokenloom.lay" }}
+{{- $on := .on }}
+{{- range .layers }}
+{{- range $key, $value := . | default dict }}
+{{- if eq $key "settings" }}
+{{- $settings := dict }}
+{{- $_ := include "tokenloom.lay" (dict "on" $settings "layers" (list (get $on $key | default dict) $value)) }}
+{{- $_ := set $on $key $settings }}
+{{- else }}{{ $_ := set $on $key $value }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end -}}
 {{- /* Appends a pool for each model to .pools: what its mesh is made of. Without `models` there is one, which has the
 values of the chart; what a model does not set is as in the chart's values too. */ -}}
 {{- define "tokenloom.pools" }}
@@ -37,12 +51,12 @@ values of the chart; what a model does not set is as in the chart's values too. 
 {{- if $values.models }}{{ fail "the component engine-pool takes one model: its route leads to the engines of all" }}{{ end }}
 {{- if has "scale-to-zero" $pool.components }}{{ fail "the component engine-pool has no endpoint for requests while there are no engines; leave out scale-to-zero" }}{{ end }}
 {{- end }}
-{{- $_ := set $pool "settings" (merge dict (get $model "settings" | default dict) $values.settings) }}
+{{- $_ := set $pool "settings" dict }}
+{{- $_ := include "tokenloom.lay" (dict "on" $pool.settings "layers" (list $values.settings (get $model "settings"))) }}
 {{- $_ := set $pool "objects" (get $model "objects" | default dict) }}
 {{- range $role := list "engines" "prefill" "decode" }}
 {{- $wanted := dict }}
-{{- range $key, $value := get $values $role | default dict }}{{ $_ := set $wanted $key $value }}{{ end }}
-{{- range $key, $value := get $model $role | default dict }}{{ $_ := set $wanted $key $value }}{{ end }}
+{{- $_ := include "tokenloom.lay" (dict "on" $wanted "layers" (list (get $values $role) (get $model $role))) }}
 {{- $_ := set $pool $role $wanted }}
 {{- end }}
 {{- $pools = append $pools $pool }}
@@ -106,8 +120,7 @@ Keys stay as they are. */ -}}
 {{- if or (eq $name "engine") (hasPrefix "engine-" $name) }}
 {{- $role := trimPrefix "engine" $name | trimPrefix "-" }}
 {{- $wanted := dict }}
-{{- range $key, $value := .pool.engines }}{{ $_ := set $wanted $key $value }}{{ end }}
-{{- range $key, $value := get .pool $role | default dict }}{{ $_ := set $wanted $key $value }}{{ end }}
+{{- $_ := include "tokenloom.lay" (dict "on" $wanted "layers" (list .pool.engines (get .pool $role))) }}
 {{- $scaled := dict "HorizontalPodAutoscaler" (list "minReplicas" "maxReplicas") "ScaledObject" (list "minReplicaCount" "maxReplicaCount") }}
 {{- with get $scaled .object.kind }}
 {{- $spec := $.object.spec }}

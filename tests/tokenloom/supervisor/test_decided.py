@@ -18,3 +18,8 @@ def test_what_is_offered_may_be_set_by_its_variable() -> None:
     assert offered & WITHHELD == set(map(variable, DEALT))
     known = {name for settings in SETTINGS.values() for name in options_of(settings)}
     assert known >= DECIDED, "each is an option"
+
+
+def test_only_the_supervisor_leads_a_page_to_itself() -> None:
+    assert "page_kills" not in OFFERS
+    assert "TOKENLOOM_PAGE_KILLS" in WITHHELD, "a user's variable would stop or open other meshes"

@@ -36,11 +36,15 @@ class StateFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._fields: dict[str, object] = {}
+        self._is_left = False
 
     def publish(self, **fields: object) -> None:
-        """Add fields and replace the file. Raises ``Unavailable`` when it cannot be written."""
+        """Add fields and replace the file. Raises ``Unavailable`` when it cannot be written.
+
+        Nothing is written any more once the file says that this process is leaving: the next one may have written it.
+        """
         self._fields |= fields
-        if self._path is None:
+        if self._path is None or self._is_left:
             return
         # Replaced as a whole: the supervisor and `tokenloom ps` read the file at any moment and must not see half of
         # it.
@@ -50,6 +54,7 @@ class StateFile:
             draft.replace(self._path)
         except OSError as error:
             raise Unavailable(f"state_file: cannot write {self._path}: {error.strerror}") from None
+        self._is_left = bool(self._fields.get("leaving"))
         # Where nobody listens this fails, and where many such datagrams wait: the file is read after the last one.
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as teller:
             teller.setblocking(False)
@@ -69,7 +74,8 @@ class StateFile:
 
 log = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
+_FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
+"""Seconds until the state file is written once more: doubled each time, because each failure is a line of the log."""
 _Servicer = TypeVar("_Servicer")
 
 
@@ -127,6 +133,7 @@ class Host:
         self._state = StateFile(settings.state_file)
         self._loop: asyncio.AbstractEventLoop | None = None  # while the state file has the addresses
         self._is_publishing = False
+        self._retry: asyncio.TimerHandle | None = None
         self.fall_backs = FallBacks(self.publish_fall_backs, beside=OF_PROCESS)
         process_metrics.observe_fall_backs(self.metrics, self.fall_backs)
 
@@ -166,15 +173,19 @@ class Host:
                 raise
             log.warning("%s", error.message)
 
-    def _publish_serving(self) -> None:
-        """Write whether the service is SERVING, until that succeeds: the supervisor waits for it."""
+    def _publish_serving(self, delay: float = 0.0) -> None:
+        """Write whether the service is SERVING, until that succeeds: the supervisor waits for it. ``delay``: seconds
+        that this attempt has waited."""
         if self._loop is None:  # `publish_addresses` will
             return
+        if self._retry is not None:
+            self._retry.cancel()
         try:
             self._state.publish(serving=self.health.serving)
         except Unavailable as error:
             log.warning("%s", error.message)
-            self._loop.call_later(_RETRY_SECONDS, self._publish_serving)
+            delay = min(2 * delay, _LONGEST_RETRY) or _FIRST_RETRY
+            self._retry = self._loop.call_later(delay, self._publish_serving, delay)
 
     def publish_fall_backs(self) -> None:
         """Write the fall-backs to the state file soon, from any thread: those of a thousand engines, which begin at

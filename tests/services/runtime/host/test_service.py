@@ -5,7 +5,7 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.host import Host, StateFile
 from tokenloom.services.runtime.host.listener import bind
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -172,6 +172,41 @@ async def test_the_state_file_is_there_while_it_runs(settings: ServiceSettings) 
     assert not settings.state_file.exists()
     host.fall_backs.begin("old_view", "found while it ends")
     assert not settings.state_file.exists()
+
+
+async def test_a_process_that_has_left_does_not_write_over_its_successor(settings: ServiceSettings) -> None:
+    assert settings.state_file is not None
+    left, successor = StateFile(settings.state_file), StateFile(settings.state_file)
+    left.publish(pid=1, leaving=True)
+    successor.publish(pid=2, serving=True)
+    left.publish(fall_backs=["a fall-back that begins while it drains"])
+    left.remove()
+    assert json.loads(settings.state_file.read_text()) == {"pid": 2, "serving": True}
+
+
+async def test_a_state_file_that_cannot_be_written_for_long_does_not_fill_the_log(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, delays, attempts = asyncio.get_running_loop(), list[float](), list[asyncio.TimerHandle]()
+    call_later = loop.call_later
+
+    def soon(delay: float, callback: Callable[..., object], *arguments: object) -> asyncio.TimerHandle:
+        delays.append(delay)
+        attempts.append(call_later(0 if len(delays) < 8 else delay, callback, *arguments))
+        return attempts[-1]
+
+    async with running(Example(), settings) as host:
+        assert settings.state_file is not None
+        monkeypatch.setattr(host, "_state", StateFile(settings.state_file.parent / "none" / "state.json"))
+        monkeypatch.setattr(loop, "call_later", soon)
+        await host.health.set_healthy(False)
+        while len(delays) < 8:  # noqa: ASYNC110 - timers have no event
+            await asyncio.sleep(0)
+        assert delays == [1, 2, 4, 8, 16, 30, 30, 30]
+        await host.health.set_healthy(True)
+        assert delays[8:] == [1], "what is new is tried soon"
+        assert [each.cancelled() for each in attempts[7:]] == [True, False], "one row of attempts is enough"
+    assert "cannot write" in caplog.text
 
 
 async def test_many_fall_backs_are_written_once(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +463,7 @@ async def test_a_service_goes_on_when_its_state_file_cannot_be_written_any_more(
 async def test_the_state_file_says_whether_it_serves_as_soon_as_it_can_be_written(
     settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom.services.runtime.host.host._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("tokenloom.services.runtime.host.host._FIRST_RETRY", 0.01)
     assert settings.state_file is not None
     folder = settings.state_file.parent / "state"
     folder.mkdir()

@@ -4,6 +4,7 @@ The core, which has no memory of such a pool, decides what moves: it sends a mes
 calls waits for a step. No block passes through the core's machine.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,6 +15,8 @@ from ..data.kv_groups import read_parts
 from ..data.kv_messages import KVTarget
 from .kv_copier import DividedPool
 from .kv_transport import KVPool, KVReader, KVTransferError
+
+log = logging.getLogger(__name__)
 
 
 class PartTransport(Protocol):
@@ -102,7 +105,8 @@ class WorkerPart:
         return self._transport.serve(self._pool)
 
     def answer(self, message: PartMessage) -> PartAnswer:
-        """Do what the core asks."""
+        """Do what the core asks. Any error is an answer, too: the core waits for the answers of all workers, so that it
+        takes no block back to which one of them still writes."""
         try:
             match message:
                 case PartRead():
@@ -114,6 +118,9 @@ class WorkerPart:
                     return PartAnswer()
         except KVTransferError as error:
             return PartAnswer(error.reason, error.detail)
+        except Exception as error:
+            log.exception("a worker's part of a KV pool failed because of a bug")
+            return PartAnswer("transport", f"{type(error).__name__}: {error}")
 
     def _read(self, order: PartRead) -> list[PartSums]:
         try:

@@ -25,7 +25,7 @@ from tokenloom.engine_core.data.kv_messages import KVTarget
 from tokenloom.engine_core.executor.ranks import RankPool, crc_of_both, parts_pool
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_copier import DividedPool
-from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError, MemoryApart
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVReader, KVRegion, KVTransferError, MemoryApart
 from tokenloom.engine_core.kv_transfer.pool_parts import PartMessage, PartRead, WorkerPart
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
 
@@ -229,6 +229,20 @@ def test_a_lost_worker_fails_the_transfer_and_not_the_core() -> None:
         reader.apart.interrupt(owner.target(SOURCE))
         reader.apart.forget(["owner"])
         reader.apart.close()
+
+
+def test_a_failure_of_any_kind_waits_for_the_workers_that_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, reader = filled(layout("heads", "fp32"), "fp32"), Ranks(part_pools(layout("heads", "fp32"), "fp32"))
+
+    def open_regions(*_: object) -> KVReader:
+        raise MemoryError("no room")
+
+    with closing(owner, reader):
+        monkeypatch.setattr(reader.transports[0], "open_regions", open_regions)
+        with pytest.raises(KVTransferError, match="worker 0: MemoryError: no room") as caught:
+            reader.apart.read(owner.target(SOURCE), TARGET, checksum=False, tears=False)
+        assert caught.value.reason == "transport"
+        assert rows([reader.pools[1]], TARGET[0]) == rows([owner.pools[1]], SOURCE[0])
 
 
 def test_what_was_opened_is_closed_when_the_owner_has_left_and_opened_again() -> None:

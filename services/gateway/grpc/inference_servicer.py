@@ -210,12 +210,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Writes to the context, for the same reason."""
         tenant, pieces = call_tenant(), read_sound(request_iterator, self._idle_timeout)
+        share = self._shares.of(tenant)
         async with refusing(request_iterator, self._uploads.max_bytes):
             options = await read_options(request_iterator, self._idle_timeout)
             mesh, adapter = self._meshes.find(options.model or None)
             call = TranscribeCall.of(mesh, tenant, adapter, options, context.time_remaining())
-            async with self._uploads.collect(pieces, self._shares.of(tenant)) as file:
-                await call.answer(file, context)
+            with share.take_message(options.ByteSize(), self._shares.messages):
+                async with self._uploads.collect(pieces, share) as file:
+                    await call.answer(file, context)
 
     @contextmanager
     def _pooling(self, request: InputsRequest | inference_pb2.ScoreRequest) -> Iterator[PoolingCall]:

@@ -148,6 +148,15 @@ async def test_a_sound_larger_than_the_limit_is_refused(socket_dir: Path) -> Non
     assert not ear.mesh.outputs.requests.qsize()
 
 
+async def test_options_count_as_other_messages_do(socket_dir: Path) -> None:
+    async with listening(socket_dir, tenant_body_bytes=50) as ear:
+        code, details = await refusal(ear, requests(800, prompt="x" * 50))
+        assert (code, "limit body_bytes is 50" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        ear.heard = {0: tokens(" x")}
+        assert (await ask(ear, prompt="x" * 40))[-1].seconds
+        assert 'tokenloom_tenant_body_bytes{tenant=""} 0.0' in (await ear.http.get("/metrics")).text
+
+
 async def test_a_model_that_does_not_transcribe_refuses(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -197,8 +197,8 @@ class _Head:
         for _ in range(count):
             name = self._string()
             (num_dimensions,) = self._unpack("<I")
-            if num_dimensions > _MOST_DIMENSIONS:
-                raise ValueError(f"{self._path}: {name} has {num_dimensions} dimensions, at most 4 are valid")
+            if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+                raise ValueError(f"{self._path}: {name} has {num_dimensions} dimensions; 1 to 4 are valid")
             sizes = self._unpack(f"<{num_dimensions}Q")
             kind, offset = self._unpack("<IQ")
             yield GgufTensor(name, tuple(reversed(sizes)), kind, offset, self._path)

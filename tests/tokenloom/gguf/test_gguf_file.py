@@ -65,6 +65,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(path: Path, tmp_path: Path) 
         (b"GGUF" + struct.pack("<IQQQ1sII", 3, 0, 1, 1, b"k", 77, 0), "a value of the unknown type 77"),
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 61), "it ends before a value of"),
         (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 1, 0, 1, b"t", 9, 1), "t has 9 dimensions"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 1, 0, 1, b"t", 0, 0, 0), "t has 0 dimensions"),
     ],
 )
 def test_what_is_no_such_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:

@@ -259,8 +259,8 @@ def _further_layer(file: GgufFile, name: str) -> str:
     metadata, architecture = file.metadata, file.metadata["general.architecture"]
     if architecture not in _STATES or (layer := re.match(r"blk\.(\d+)\.", name)) is None:
         return ""
-    further = metadata.get(f"{architecture}.nextn_predict_layers", 0)
-    if int(layer[1]) >= metadata.get(f"{architecture}.block_count", 0) - further:
+    count, further = (metadata.get(f"{architecture}.{entry}", 0) for entry in ("block_count", "nextn_predict_layers"))
+    if int(layer[1]) in range(count - further, count):  # a layer behind all of them is refused by its own name
         return f"mtp.{name}"
     rest, layers = name[layer.end() :], _LAYERS.get(architecture, "model.layers")
     if rest == _BARE_NORM:

@@ -106,6 +106,15 @@ def test_entries_that_contradict_a_file_are_refused_by_name(
     assert f"{architecture}.{entry}" in str(caught.value)
 
 
+@pytest.mark.parametrize("architecture", ["falcon-h1", "mamba2"])
+def test_a_file_with_more_layers_than_it_says_is_refused(architecture: str, tmp_path: Path) -> None:
+    model = make_model(ARCHITECTURES[architecture][0], **ENTRIES.get(architecture, {}))
+    count = model.config.num_hidden_layers - 1
+    path = write(tmp_path / "model.gguf", architecture, model, Kind.F32, {f"{architecture}.block_count": count})
+    with pytest.raises(ValueError, match=rf"holds tensors of an unsupported feature: \S+\.{count}\."):
+        load_model(path, "float32")
+
+
 def test_an_older_qwen3_next_has_its_projections_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = ARCHITECTURES["qwen3next"]
 

@@ -16,7 +16,7 @@ import msgspec
 
 from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
-from tokenloom.request.packed_ids import ids_of
+from tokenloom.request.packed_ids import ids_of, pack
 from tokenloom.request.reasoning import Reasoning
 from tokenloom.v1 import types_pb2
 
@@ -41,9 +41,11 @@ _VALUES_PER_TURN: Final = 2048
 MAX_SESSIONS: Final = 1024
 """Streams that are kept; the client of one that is not sends its tokens once more."""
 MAX_CHARS: Final = 64 << 20
-"""Of their texts together."""
+"""Of their texts and tools together."""
 _SMALL_ANSWER: Final = 16 << 10
-"""Bytes of a last answer that is kept for a client that did not get it."""
+"""Bytes of a last answer that is kept for a client that did not get it, and of its chunk's tokens."""
+_TOOLS_WEIGHT: Final = 4
+"""Bytes of memory that a byte of the tools' JSON takes at least where a parser keeps them as objects."""
 
 
 @dataclass(slots=True)
@@ -66,32 +68,39 @@ class DerenderSession:
 
     Attributes:
         num_tokens: Tokens so far.
-        num_chars: Characters of their text, about.
+        num_chars: Characters of their text, and what its tools count.
         repeated: The answer to the chunk that comes again; None: it is new.
     """
 
-    def __init__(self, name: str, turn: AssistantTurn, text: TextState) -> None:
+    def __init__(self, name: str, turn: AssistantTurn, text: TextState, num_tool_bytes: int = 0) -> None:
+        """``num_tool_bytes``: of the JSON of the tools that ``turn`` keeps."""
         self.name = name
         self.turn = turn
         self.text = text
-        self.num_tokens = self.num_chars = 0
+        self.num_tokens = 0
+        self.num_chars = _TOOLS_WEIGHT * num_tool_bytes
         self.repeated: bytes | None = None
-        self._last: tuple[int, list[int], bytes] | None = None
+        self._last: tuple[int, bytes, bytes] | None = None
+
+    def feed(self, piece: str) -> dict[str, object]:
+        """Return what more text adds to the message."""
+        self.num_chars += len(piece)  # also where nothing can be shown yet, as within a call
+        return self.turn.feed(piece, ends=False)
 
     def note(self, token_ids: list[int], answer: bytes) -> None:
         """Keep the answer to a chunk, which the session has now."""
-        self.num_chars += len(answer) // 2
-        is_small = len(answer) <= _SMALL_ANSWER
-        self._last = (self.num_tokens - len(token_ids), token_ids, answer) if is_small else None
+        packed = pack(token_ids)
+        is_small = max(len(answer), len(packed)) <= _SMALL_ANSWER
+        self._last = (self.num_tokens - len(token_ids), packed, answer) if is_small else None
         self.repeated = None
 
     def fits(self, num_tokens: int, token_ids: Sequence[int]) -> bool:
         """Return whether a chunk after so many tokens is the next one, or the last one again."""
-        last = self._last
+        last, self.repeated = self._last, None
         if (
             last is not None
             and last[0] == num_tokens
-            and last[1] == token_ids
+            and last[1] == pack(token_ids)
             and (token_ids or num_tokens != self.num_tokens)
         ):
             self.repeated = last[2]
@@ -177,7 +186,7 @@ class Derenderer:
             body = chunk | {"choices": [], "usage": self._chunk_usage(asked)}
             return encode_json({"chunk": body, "stream_state": state})
         (output,) = outputs
-        session = await self._session(asked, state) if asked.options.plan is not None else None
+        session = None if asked.options.plan is None else await self._session(asked, state, output.token_ids)
         if session is not None and session.repeated is not None:
             return session.repeated
         text = TextState(list(state.prev_token_ids), state.held_text, state.stop_string)
@@ -215,7 +224,7 @@ class Derenderer:
         async for piece in self._pieces(asked, output, text, ends=output.ends, num_before=state.num_tokens):
             shown.append(piece)
             if session is not None:
-                merge_delta(parts, session.turn.feed(piece, ends=False))
+                merge_delta(parts, session.feed(piece))
         is_over = output.ends or text.stop_string is not None
         if session is not None and is_over and not was_stopped:
             merge_delta(parts, session.turn.feed("", ends=True))
@@ -239,10 +248,9 @@ class Derenderer:
             delta = {"role": "assistant", **delta}
         return {"delta": delta}, logprobs, after
 
-    async def _session(self, asked: Derendering, state: DerenderState) -> DerenderSession:
+    async def _session(self, asked: Derendering, state: DerenderState, chunk_ids: list[int]) -> DerenderSession:
         """Return what has parsed the output so far, made anew if the client sends it. Raises ``RequestLost``."""
-        tenant = asked.request.tenant.name
-        chunk_ids = asked.responses[0].choices[0].token_ids or []
+        tenant, plan = asked.request.tenant.name, asked.options.plan
         if state.session and (kept := self._sessions.take(tenant, state.session, state.num_tokens, chunk_ids)):
             return kept
         prompt = asked.prompts[0]
@@ -257,12 +265,13 @@ class Derenderer:
             )
         await self._check_length(len(before), "stream_state.output_token_ids")
         opens, may_reason = await self._reasoning(asked, prompt)
-        turn = AssistantTurn(asked.options.plan, opens, may_reason)
-        session = DerenderSession(self._generator.draw_id(), turn, context_of(prompt))
+        chat, turn = asked.request.prompts, AssistantTurn(plan, opens, may_reason)
+        keeps_tools = isinstance(chat, Chat) and plan is not None and plan.open_tools is not None
+        num_bytes = len(chat.tools_json) if keeps_tools else 0
+        session = DerenderSession(self._generator.draw_id(), turn, context_of(prompt), num_bytes)
         options, least = asked.request.text, asked.request.sampling.min_tokens
         async for piece in self._texts.texts(session.text, before, options, tenant, ends=False, min_tokens=least):
-            session.turn.feed(piece, ends=False)
-            session.num_chars += len(piece)
+            session.feed(piece)
         session.num_tokens = len(before)
         return session
 

@@ -242,13 +242,19 @@ async def test_a_chunk_that_comes_twice_gets_the_same_answer(http: httpx.AsyncCl
     asked = await post(http, "/v1/chat/completions/render", CHAT)
     ids = (await post(http, "/inference/v1/generate", asked))["choices"][0]["token_ids"]
     sent = {"chat_request": CHAT, "prompt_token_ids": asked["token_ids"], "stream": True}
-    state = None
-    for chunk in chunks_of(ids, 8, None)[:3]:
-        call = sent | {"generate_chunk": chunk, STATE: state}
-        first = await post(http, "/v1/chat/completions/derender", call)
-        if state is not None:
-            assert await post(http, "/v1/chat/completions/derender", call) == first
-        state = first[STATE]
+    streams = []
+    for repeats in (False, True):
+        joined, state = Joined(), None
+        for chunk in chunks_of(ids, 8, "length"):
+            call = sent | {"generate_chunk": chunk, STATE: state}
+            first = await post(http, "/v1/chat/completions/derender", call)
+            if repeats and state is not None and not chunk["choices"][0]["finish_reason"]:
+                assert await post(http, "/v1/chat/completions/derender", call) == first
+            joined.add(first["chunk"])
+            state = first[STATE]
+        streams.append(joined)
+    once, twice = streams
+    assert twice.parts == once.parts
 
 
 async def test_a_stop_string_is_found_across_chunks(http: httpx.AsyncClient, mesh: Mesh) -> None:

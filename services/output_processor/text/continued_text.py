@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain, islice
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.validation import check_text
@@ -50,7 +51,7 @@ class ContinuedText:
         self._stop = StopStrings(stop, include_stop_str, held) if stop else None
         self._num_early, self._is_early = min_tokens, min_tokens > 0
         self.stop_string: str | None = None
-        self.context_ids = self._with_text(context_ids[-2 * _CONTEXT :])
+        self.context_ids = self._with_text(context_ids)
 
     @property
     def held(self) -> str:
@@ -66,7 +67,7 @@ class ContinuedText:
             self._is_early, self._num_early = self._num_early > 0, self._num_early - 1
             if text := self._stream.push(token_id):
                 texts.append(self._shown(text))
-        self.context_ids = self._with_text([*self.context_ids, *token_ids[-2 * _CONTEXT :]])
+        self.context_ids = self._with_text(self.context_ids, token_ids)
         return "".join(texts)
 
     def finish(self) -> str:
@@ -74,7 +75,12 @@ class ContinuedText:
         if self.stop_string is not None:
             return ""
         rest = self._shown(self._stream.finish())
-        return rest if self._stop is None or self.stop_string is not None else rest + self._stop.finish()
+        if self._stop is None:
+            return rest
+        if self.stop_string is None:
+            return rest + self._stop.finish()
+        self.stop_string = None  # the text ends there, but the output has ended for another reason, as in Detokenizer
+        return rest
 
     def _shown(self, text: str) -> str:
         if self._stop is None:
@@ -87,8 +93,11 @@ class ContinuedText:
             return found.text
         return found
 
-    def _with_text(self, token_ids: Sequence[int]) -> list[int]:
-        return [each for each in token_ids if not self._vocabulary.is_blank(each, self._skip)][-_CONTEXT:]
+    def _with_text(self, *parts: Sequence[int]) -> list[int]:
+        """Return the last tokens of all parts, however many without text follow them."""
+        backwards = chain.from_iterable(map(reversed, reversed(parts)))
+        seen = (each for each in backwards if not self._vocabulary.is_blank(each, self._skip))
+        return list(islice(seen, _CONTEXT))[::-1]
 
 
 async def detokenize(vocabulary: Vocabulary, request: DetokenizeRequest) -> DetokenizeResponse:

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -63,12 +63,30 @@ def test_how_tokens_are_grouped_into_calls_changes_nothing(
 
 
 @given(ids=_IDS, sizes=_SIZES, stop=_STOPS, min_tokens=st.integers(0, 12))
+@example(ids=[195], sizes=[], stop=["\ufffd"], min_tokens=0)  # the end completes it, which is no reason for the end
 def test_early_tokens_complete_no_stop_string(
     tokenizer: Tokenizer, ids: list[int], sizes: list[int], stop: list[str], min_tokens: int
 ) -> None:
     vocabulary = Vocabulary(tokenizer)
     found = asyncio.run(in_calls(vocabulary, [], ids, sizes, stop, min_tokens))
     assert found == whole(vocabulary, [], ids, stop, min_tokens)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("é"[:1], "x"), ("a ", "b")], ids=["a character before them is complete", "a text has begun"]
+)
+@pytest.mark.parametrize("num_blank", [40, 600])
+async def test_many_tokens_without_text_change_nothing(
+    tokenizer: Tokenizer, before: str, after: str, num_blank: int
+) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    blank = 10**6
+    head, tail = (tokenizer.encode(text, add_special_tokens=False).ids for text in (before, after))
+    ids = [*head, *[blank] * num_blank, *tail, *tail]
+    sizes = [1] * len(head) + [num_blank, 1, 1]
+    assert await in_calls(vocabulary, [], ids, sizes, []) == whole(vocabulary, [], ids, [])
+    prompt = ids[: -2 * len(tail)]
+    assert await in_calls(vocabulary, prompt, tail, [1], []) == whole(vocabulary, prompt, tail, [])
 
 
 async def test_the_bytes_of_single_tokens(byte_level_tokenizer: Tokenizer) -> None:

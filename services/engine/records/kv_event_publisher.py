@@ -1,5 +1,6 @@
 """Publishes the events of the prefix cache over ZeroMQ as vLLM's engines do, for routers of others."""
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from .engine_settings import KVEventsConfig
 log = logging.getLogger(__name__)
 
 _DOMAIN: Final = "kv-events"
+_SENT_PER_TURN: Final = 32
+"""Batches of a replay that are sent before the event loop serves others: a millisecond or two."""
 
 
 class KVEventPublisher:
@@ -92,6 +95,7 @@ class KVEventPublisher:
         assert self._replay is not None, "nothing is replayed"
         while True:
             frames = await self._replay.recv_multipart()
+            await asyncio.sleep(0)  # neither to receive nor to send waits while there is something, or room
             if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
                 log.warning("a request for missed KV events is no sequence number")
                 continue
@@ -102,9 +106,11 @@ class KVEventPublisher:
 
     async def _send_kept(self, socket: zmq.asyncio.Socket, peer: bytes, first: bytes) -> None:
         """Send all batches from number ``first`` on that are kept. Big-endian numbers compare as bytes."""
-        for number, payload in tuple(self._kept):
-            if number >= first:
-                await socket.send_multipart((peer, b"", self._topic, number, payload))
+        missed = [batch for batch in self._kept if batch[0] >= first]
+        for at, (number, payload) in enumerate(missed):
+            if at % _SENT_PER_TURN == 0:
+                await asyncio.sleep(0)
+            await socket.send_multipart((peer, b"", self._topic, number, payload))
         await socket.send_multipart((peer, b"", b"", END, b""))
 
     def close(self) -> None:

@@ -184,9 +184,12 @@ class KVEventReader:
                         self._next = 0
                         yield number, EventBatch(0.0, [ClearedBlocks()])
                     if number > self._next:
-                        missed = [(at, each) for at, each in await self._replayed(context) if at < number]
-                        async for batch in self._in_order(missed):
+                        # Also what follows this message: the subscription brings it again, and it is known then.
+                        async for batch in self._in_order(await self._replayed(context)):
                             yield batch
+                        self._known.pop(number, None)
+                        if number < self._next:
+                            continue
                     async for batch in self._in_order([(number, payload)], by_replay=False):
                         yield batch
 

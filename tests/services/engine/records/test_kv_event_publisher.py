@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -135,6 +136,43 @@ async def test_a_reader_that_comes_late_gets_what_was_kept(tmp_path: Path) -> No
     assert [number for number, _ in found] == list(range(len(found)))
     assert reader.num_replayed >= 20
     assert reader.num_lost == 0
+
+
+async def test_what_follows_a_gap_is_given_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay brings messages too that the subscription is about to bring."""
+    with publishing(config(tmp_path)) as publisher:
+        reader = KVEventReader(source(config(tmp_path)))
+        async with aclosing(reader.read()) as stream:
+            first, _ = await until_subscribed(publisher, reader, stream)
+            if first < publisher.num_published - 1:
+                await take(stream, publisher.num_published - 1)
+            monkeypatch.setattr(kv_events, "IDLE_SECONDS", SOON)
+            begin, live = publisher.num_published, publisher._pub
+            publisher._pub = SimpleNamespace(send_multipart=lambda *_: None)  # type: ignore[assignment]
+            publisher.publish([STORED])
+            publisher._pub = live
+            for _ in range(4):
+                publisher.publish([STORED])
+            async with asyncio.timeout(SOON / 3):
+                found = await take(stream, begin + 4)
+                publisher.publish([STORED])
+                found += await take(stream, begin + 5)
+    assert [number for number, _ in found] == [*range(begin, begin + 6)]
+    assert (reader.num_lost, reader.num_restarts) == (0, 0)
+
+
+async def test_a_long_replay_leaves_the_loop_to_others(tmp_path: Path) -> None:
+    """To send to a peer that has room does not wait."""
+    with publishing(config(tmp_path)) as publisher:
+        for _ in range(2000):
+            publisher.publish([STORED])
+        assert publisher._replay is not None
+        replay, num_turns = asyncio.ensure_future(publisher._send_kept(publisher._replay, b"peer", bytes(8))), 0
+        while not replay.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        await replay
+    assert num_turns >= 20
 
 
 async def test_what_is_no_longer_kept_is_said_to_be_lost(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,6 +16,7 @@ from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.ready_channel import ready_channel
 from tokenloom.services.runtime.host.health import READINESS
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tokenloom.v1.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 HELD, MISSING = "tokenloom_gateway_held_requests", "tokenloom_part_missing"
 BODY: dict[str, Any] = {
@@ -146,12 +148,36 @@ async def test_a_call_over_grpc_and_one_that_leaves_are_counted_while_they_wait(
         await until_held(http, 1)
         early = asyncio.create_task(http.post("/v1/embeddings", json={"model": MODEL, "input": "a"}))
         await until_held(http, 2)  # what it may ask for is not known yet
+        rendered = asyncio.create_task(http.post("/v1/completions/render", json=BODY))
+        await until_held(http, 3)
         engine = mesh.new_engine(0)
         await engine.start()
         assert await call == mesh.expected([1, 2, 3], 5)
         assert (await early).status_code == 200
+        assert (await rendered).status_code == 200
         await until_held(http, 0)
         await engine.stop()
+
+
+async def test_a_caller_ends_a_request_that_waits_for_an_engine(socket_dir: Path) -> None:
+    mesh = Mesh(socket_dir, engines=0, gateway={"ready_without_engines": True})
+    async with asyncio.timeout(4 * SOON), mesh.running(), mesh.http() as http:
+        async with ready_channel(mesh.gateway.settings.listen) as channel:
+            stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            tokens = vllm_engine_pb2.TokenizedInput(input_ids=[1, 2, 3])
+            calls = [
+                stub.Generate(vllm_engine_pb2.GenerateRequest(request_id=name, tokenized=tokens)) for name in ("a", "b")
+            ]
+            reading = [asyncio.create_task(anext(aiter(call))) for call in calls]
+            await until_held(http, 2)
+            await stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["a", "a", "unknown"]))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await reading[0]
+            assert caught.value.code() == grpc.StatusCode.ABORTED
+            await until_held(http, 1)
+            calls[1].cancel()
+            await asyncio.wait(reading)
+        await until_held(http, 0)
 
 
 async def test_a_gateway_is_not_ready_without_engines_by_default(socket_dir: Path) -> None:

@@ -264,6 +264,7 @@ class Generator:
 
     async def render(self, request: GenerateRequest) -> Prepared:
         """Return what would be sent to output processors, without sending it. Raises as :meth:`open`."""
+        await self.wait_limits(request.timeout)  # counts the call until the first engine serves
         return await self._preparer.prepare(request)
 
     def limits(self) -> types_pb2.ModelLimits:

@@ -1,9 +1,9 @@
 """Serves the contract of vLLM's engines (``vllm.grpc.engine.VllmEngine``), by which routers send token ids."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -44,6 +44,30 @@ _OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed")
 _LISTS = ("stop", "stop_token_ids")
 _CONSTRAINTS = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "structural_tag": "structural_tag"}
 _SERVER = "tokenloom"
+_VALUES_PER_TURN = 2048
+"""Log probabilities that are written before the event loop runs again: a few milliseconds."""
+
+
+@dataclass(slots=True)
+class _Named:
+    """A request that its caller may end by its id.
+
+    Attributes:
+        generation: None: it has not begun, because its prompt is encoded or it waits for the first engine.
+    """
+
+    limit: asyncio.Timeout
+    generation: RunningGeneration | None = None
+
+    def end(self) -> None:
+        if self.generation is None:
+            self.limit.reschedule(asyncio.get_running_loop().time())
+        else:
+            self.generation.fail(_ended())
+
+
+def _ended() -> errors.Aborted:
+    return errors.Aborted("The request was ended by a call of Abort.")
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -55,7 +79,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._meshes = meshes
         self._shares = shares
         self._began = asyncio.get_running_loop().time()
-        self._live: dict[tuple[str, str], list[RunningGeneration]] = {}  # by tenant and the caller's id
+        self._live: dict[tuple[str, str], list[_Named]] = {}  # by tenant and the caller's id
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
@@ -64,13 +88,16 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             asked, options = read_request(request, self._api, tenant)
             asked = replace(asked, timeout=context.time_remaining())
             mesh, trace = self._meshes.pick(None), pick_headers(context.invocation_metadata() or ())
-            async with mesh.generator.open(asked, trace) as generation:
-                with self._named(tenant.name, request.request_id, generation):
-                    answer = _Answer(generation, options, streams=request.stream)
-                    while not generation.done:
-                        for delta in await generation.take():
-                            for response in answer.responses(delta):
-                                await context.write(response)
+            async with (
+                self._named(tenant.name, request.request_id) as named,
+                mesh.generator.open(asked, trace) as generation,
+            ):
+                named.generation = generation
+                answer = _Answer(generation, options, streams=request.stream)
+                while not generation.done:
+                    for delta in await generation.take():
+                        async for response in answer.responses(delta):
+                            await context.write(response)
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         missing = self._meshes.missing()
@@ -79,8 +106,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         tenant = call_tenant().name
         for request_id in request.request_ids:
-            for generation in tuple(self._live.get((tenant, request_id), ())):
-                generation.fail(errors.Aborted("The request was ended by a call of Abort."))
+            for named in tuple(self._live.get((tenant, request_id), ())):
+                named.end()
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
@@ -105,20 +132,27 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             block_size=mesh.view.block_size,
         )
 
-    @contextmanager
-    def _named(self, tenant: str, request_id: str, generation: RunningGeneration) -> Iterator[None]:
-        """Let the caller end a generation by its id for the length of the ``with`` block."""
-        if not request_id:
-            yield
-            return
+    @asynccontextmanager
+    async def _named(self, tenant: str, request_id: str) -> AsyncIterator[_Named]:
+        """Let the caller end a request by its id for the length of the ``async with`` block."""
         key = tenant, request_id
-        self._live.setdefault(key, []).append(generation)
         try:
-            yield
-        finally:
-            self._live[key].remove(generation)
-            if not self._live[key]:
-                del self._live[key]
+            async with asyncio.timeout(None) as limit:
+                named = _Named(limit)
+                if not request_id:
+                    yield named
+                    return
+                self._live.setdefault(key, []).append(named)
+                try:
+                    yield named
+                finally:
+                    self._live[key].remove(named)
+                    if not self._live[key]:
+                        del self._live[key]
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _ended() from None
 
 
 def read_request(request: pb.GenerateRequest, api: TokensApi, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
@@ -174,9 +208,11 @@ class _Answer:
         outputs = range(generation.num_outputs)
         self._token_ids: list[list[int]] = [[] for _ in outputs]
         self._logprobs = [pb.OutputLogProbs() for _ in outputs]
+        self._inputs: pb.InputLogProbs | None = None
+        self._num_values = 0
 
-    def responses(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
-        """Yield the messages of some output."""
+    async def responses(self, delta: Delta) -> AsyncIterator[pb.GenerateResponse]:
+        """Yield the messages of some output. The event loop runs in between if they have many log probabilities."""
         generation, index = self._generation, delta.index
         self._token_ids[index] += delta.token_ids
         num_prompt, num_output = len(generation.prompt_of(index)), len(self._token_ids[index])
@@ -185,6 +221,7 @@ class _Answer:
         if num_best is not None:
             for at in positions(delta.logprobs, delta.token_ids, delta.token_index, num_best):
                 _add(logprobs, at)
+                await self._count(1 + len(at.ids))
         has_logprobs = num_best is not None
         if self._streams and delta.token_ids:
             chunk = pb.GenerateStreamChunk(
@@ -208,13 +245,15 @@ class _Answer:
         if has_logprobs and not self._streams:
             complete.output_logprobs.CopyFrom(logprobs)
         if self._options.num_prompt_logprobs is not None:
-            complete.input_logprobs.CopyFrom(self._of_prompt(index))
+            complete.input_logprobs.CopyFrom(await self._of_prompt())
         self._add_stop(complete, finished.stop_reason)
         yield pb.GenerateResponse(complete=complete)
 
-    def _of_prompt(self, index: int) -> pb.InputLogProbs:
-        generation, prompt = self._generation, self._generation.prompt_of(index)
-        parts = generation.prompt_logprobs[index // generation.num_samples]
+    async def _of_prompt(self) -> pb.InputLogProbs:
+        """Return the log probabilities of the prompt, which all samples have."""
+        if self._inputs is not None:
+            return self._inputs
+        prompt, parts = self._generation.prompt_of(0), self._generation.prompt_logprobs[0]
         top = parts[0].logprobs.top if parts else 0
         found = pb.InputLogProbs(token_ids=prompt[:1])
         found.token_logprobs.add()  # the first token has none
@@ -223,7 +262,15 @@ class _Answer:
             found.token_ids.append(at.token_id)
             found.token_logprobs.add(value=at.logprob)
             found.top_logprobs.add(values=at.logprobs, token_ids=at.ids)
+            await self._count(1 + len(at.ids))
+        self._inputs = found
         return found
+
+    async def _count(self, num_values: int) -> None:
+        self._num_values += num_values
+        if self._num_values >= _VALUES_PER_TURN:
+            self._num_values = 0
+            await asyncio.sleep(0)
 
     def _add_stop(self, complete: pb.GenerateComplete, reason: str) -> None:
         """Say what has ended an output, if the request named it."""

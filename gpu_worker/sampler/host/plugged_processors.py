@@ -21,6 +21,8 @@ from .logits_processors import RowEdit
 log = logging.getLogger(__name__)
 
 Logits = npt.NDArray[np.float32]
+_FAILURES = (Exception, SystemExit)
+"""What the code of others may raise: an exit that it asks for would end the requests of everybody."""
 
 
 class PluginRow(NamedTuple):
@@ -81,7 +83,7 @@ def _plugin(named: str, value: Any) -> LogitsPlugin:
         if not callable(getattr(processor, "apply", None)):
             raise ValueError("it has no method apply")
         schema = check_schema(processor.arguments)
-    except Exception as error:  # whatever the code of others does when it is constructed
+    except _FAILURES as error:  # whatever the code of others does when it is constructed
         raise ValueError(f"the plugin {named} (logits_processors): {error}") from error
     return LogitsPlugin(named, schema, processor)
 
@@ -122,14 +124,16 @@ class PluggedRows:
         indices, rows = [index for index, _ in asking], [known for _, known in asking]
         try:
             logits[indices] = self._changed(logits[indices], rows)
-        except Exception:
+        except _FAILURES:
             for index, known in asking:
                 logits[index] = self._changed_alone(logits[index], known)
 
     def _changed(self, logits: Logits, rows: Sequence[PluginRow]) -> Logits:
         # A copy, so that a plugin that fails half-way has changed nothing: the rows are asked one by one then.
         changed = logits.copy()
-        self._plugin.processor.apply(changed, rows)
+        answer: object = self._plugin.processor.apply(changed, rows)
+        if answer is not None and answer is not changed:
+            raise TypeError("apply must change the logits in place, and return nothing")
         # A grammar ends a request whose token it does not accept, so what is masked stays masked.
         np.copyto(changed, -np.inf, where=np.isneginf(logits))
         return changed
@@ -138,7 +142,7 @@ class PluggedRows:
         try:
             changed: Logits = self._changed(logits[None], [row])[0]
             return changed
-        except Exception:
+        except _FAILURES:
             # NaN ends this request, and no other one, with an error that names its logits.
             log.exception("the plugin %s failed for a request, which ends", self._plugin.named)
             return np.full_like(logits, np.nan)
@@ -187,10 +191,11 @@ class VllmBatchForm:
         if is_same and [len(row.output_token_ids) for row in rows] == grown:
             return None
         added = [
-            (index, VllmParams(row.arguments, row.seed), row.prompt_token_ids, row.output_token_ids)
+            (index, VllmParams(row.arguments, row.seed), list(row.prompt_token_ids), row.output_token_ids)
             for index, row in enumerate(rows)
         ]
-        return BatchUpdate(len(rows), list(range(len(self._rows))), added, [])
+        # A row that another one replaces is not removed too: vLLM's own processors take what was removed out last.
+        return BatchUpdate(len(rows), list(range(len(rows), len(self._rows))), added, [])
 
 
 def _is_same(one: PluginRow, other: PluginRow) -> bool:
@@ -222,5 +227,9 @@ def _tokens_for(change: Callable[..., Any], row: PluginRow) -> tuple[Sequence[in
 
 def _write(logits: Logits, changed: object) -> None:
     """Take what a processor returned, which may have changed the logits in place or made others."""
-    if isinstance(changed, torch.Tensor) and changed.data_ptr() != logits.ctypes.data:
+    if not isinstance(changed, torch.Tensor):
+        raise TypeError(f"a processor of logits returned {type(changed).__name__}, not a tensor")
+    if changed.shape != logits.shape:  # numpy would repeat one row in all
+        raise ValueError(f"a processor of logits returned the shape {list(changed.shape)}, not {list(logits.shape)}")
+    if changed.data_ptr() != logits.ctypes.data:
         logits[:] = changed.float().numpy()

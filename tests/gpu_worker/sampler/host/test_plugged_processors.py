@@ -1,5 +1,6 @@
 """Logits processors of plugins: pure functions of a row, whatever else is in the batch."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,10 +63,12 @@ class BatchForm:
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is not None:
             self.num_updates += 1
+            # In the order of vLLM's `process_dict_updates` and of the example in its documentation.
+            for index, params, prompt, output in batch_update.added:
+                assert isinstance(prompt + output, list)
+                self.rows[index] = PluginRow(prompt, output, params.extra_args, params.seed)
             for index in batch_update.removed:
                 self.rows.pop(index, None)
-            for index, params, prompt, output in batch_update.added:
-                self.rows[index] = PluginRow(prompt, output, params.extra_args, params.seed)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         changed = logits.clone()
@@ -209,6 +212,43 @@ def test_a_failure_ends_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> No
     assert np.isnan(failed).all()
 
 
+class Returned(Favour):
+    """Leaves its logits as they are, and returns others."""
+
+    def apply(self, logits: np.ndarray, rows: Sequence[PluginRow]) -> Any:
+        return logits + 1
+
+
+class Exits(Favour):
+    def apply(self, logits: np.ndarray, rows: Sequence[PluginRow]) -> None:
+        raise SystemExit(3)
+
+
+class OneRow(BatchForm):
+    """Returns one row for all, which numpy would repeat."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().apply(logits)[0]
+
+
+class NoTensor(BatchForm):
+    def apply(self, logits: torch.Tensor) -> Any:
+        return super().apply(logits).tolist()
+
+
+@pytest.mark.parametrize("form", [Returned, Exits, OneRow, NoTensor])
+def test_what_a_processor_may_not_do_ends_its_rows_only(monkeypatch: pytest.MonkeyPatch, form: type) -> None:
+    (plugin,) = load(monkeypatch, form)
+    processors = batch_of(plugin)
+    processors.add(0, params(1), [3], 1)
+    processors.add(1, params(2), [3], 1)
+    processors.add(2, params(None, min_tokens=3), [3], 1)
+    first, second, plain = apply(processors, [0, 1, 2])
+    assert np.isnan(first).all()
+    assert np.isnan(second).all()
+    assert not np.isnan(plain).any()
+
+
 def test_what_is_forbidden_stays_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     (plugin,) = load(monkeypatch, Favour)
     processors = batch_of(plugin)
@@ -244,6 +284,7 @@ def test_rows_that_do_not_ask_call_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         ([type("Plain", (), {"arguments": SCHEMA})], r"acme:0 \(logits_processors\): it has no method apply"),
         ([type("Bad", (Favour,), {"arguments": {}})], "must be an object with properties"),
         ([type("Bad", (Favour,), {"__init__": lambda self, size: None})], "missing 1 required positional argument"),
+        ([type("Bad", (Favour,), {"__init__": lambda self: sys.exit(3)})], r"acme:0 \(logits_processors\): 3"),
         ([Favour, BatchForm], "the plugins acme:0 and acme:1 both declare the argument step"),
     ],
 )

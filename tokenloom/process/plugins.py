@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 GROUP = "tokenloom."
@@ -306,11 +307,14 @@ def _installed_near(name: str) -> str:
 MAX_ARGUMENT_BYTES = 1 << 16
 """Limits the arguments of a request, as JSON."""
 _MOST_NESTED = 8
+_MOST_NESTED_VALUES = 32
+_LEAST_INT, _LARGEST_INT = -(2**63), 2**64 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "boolean": lambda value: isinstance(value, bool),
     "integer": lambda value: type(value) is int or (type(value) is float and value.is_integer()),
-    "number": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "number": lambda value: type(value) is int or (type(value) is float and math.isfinite(value)),
     "string": lambda value: isinstance(value, str),
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
@@ -327,6 +331,25 @@ _BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool], str]] = {
     "maxItems": ("array", lambda value, bound: len(value) <= bound, "a list of at most {} items"),
 }
 """Keywords that bound a value: what they apply to, the check, and the value in words."""
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+
+
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (lambda value: isinstance(value, str) or (_are_names(value) and bool(value)), "a name or names"),
+    "enum": (lambda value: isinstance(value, (list, tuple)) and bool(value), "a list of values"),
+    "properties": (lambda value: isinstance(value, Mapping), "an object"),
+    "required": (_are_names, "a list of names"),
+    **{
+        name: (_TYPES["number"], "a number")
+        if kind == "number"
+        else (lambda value: type(value) is int and value >= 0, "a whole number")
+        for name, (kind, _, _) in _BOUNDS.items()
+    },
+}
+"""What the values of keywords must be: the check, and the same in words."""
 _WORDS = frozenset({"title", "description", "default", "examples", "$schema"})
 _KEYWORDS = frozenset({"type", "enum", "properties", "required", "additionalProperties", "items", *_BOUNDS, *_WORDS})
 
@@ -338,6 +361,8 @@ def check_schema(schema: object) -> str:
     if schema.get("type", "object") != "object":
         raise ValueError(f"the schema of the arguments has the type {schema['type']!r}; it must be object")
     _check_keywords(schema, "", _MOST_NESTED)
+    if unknown := [name for name in schema.get("required", ()) if name not in schema["properties"]]:
+        raise ValueError(f"the schema of the arguments requires {unknown[0]!r}, which is none of its properties")
     return json.dumps(schema, sort_keys=True, allow_nan=False)
 
 
@@ -373,6 +398,8 @@ def problem_of(text: str, schemas: Sequence[str]) -> str:
         return "it is not JSON"
     if not isinstance(arguments, dict):
         return "it must be an object of names and values"
+    if problem := _problem_of_parts(arguments):
+        return problem
     declared = frozenset().union(*map(argument_names, schemas))
     for name in arguments:
         if name not in declared:
@@ -389,6 +416,25 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(constant)  # NaN and infinities, which Python reads though JSON has none
 
 
+def _problem_of_parts(arguments: dict[str, Any]) -> str:
+    """Return why arguments cannot be sent to a core, whose messages have numbers of 64 bits and valid UTF-8."""
+    level: list[Any] = [arguments]
+    for _ in range(_MOST_NESTED_VALUES):
+        for part in level:
+            if isinstance(part, str) and not part.isascii() and _SURROGATE.search(part):
+                return "a text holds half of a surrogate pair"
+            if type(part) is int and not _LEAST_INT <= part <= _LARGEST_INT:
+                return "a whole number has more than 64 bits"
+            if type(part) is float and not math.isfinite(part):
+                return "a number is too large"  # as 1e400, which Python reads as infinity
+        lists = [part for part in level if isinstance(part, list)]
+        objects = [part for part in level if isinstance(part, dict)]
+        level = [*chain.from_iterable(lists), *chain.from_iterable(chain(part, part.values()) for part in objects)]
+        if not level:
+            return ""
+    return f"it is nested more than {_MOST_NESTED_VALUES} deep"
+
+
 @lru_cache(maxsize=64)
 def _read_schema(schema: str) -> dict[str, Any]:
     parsed: dict[str, Any] = json.loads(schema)
@@ -403,8 +449,11 @@ def _check_keywords(schema: object, where: str, depth: int) -> None:
     if unknown := sorted(map(str, schema.keys() - _KEYWORDS)):
         known = ", ".join(sorted(_KEYWORDS - _WORDS))
         raise ValueError(f"the schema of {where or 'the arguments'} has {unknown[0]}; checked are {known}")
-    kinds = _kinds(schema)
-    if wrong := [kind for kind in kinds if kind not in _TYPES]:
+    for keyword, (is_right, words) in _VALUES.items():
+        if keyword in schema and not is_right(schema[keyword]):
+            value = f"{schema[keyword]!r:.40}"
+            raise ValueError(f"the schema of {where or 'the arguments'} must have as {keyword} {words}, not {value}")
+    if wrong := [kind for kind in _kinds(schema) if kind not in _TYPES]:
         raise ValueError(f"the schema of {where} has the type {wrong[0]!r}; the types are {', '.join(_TYPES)}")
     if not isinstance(schema.get("additionalProperties", False), bool):
         raise ValueError(f"the schema of {where or 'the arguments'} must have additionalProperties true or false")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.plugin_packages import EXAMPLE_NAME, install, install_example
@@ -181,6 +182,31 @@ def test_arguments_obey_their_schema(arguments: dict[str, Any], problem: str) ->
     assert plugins.problem_of(json.dumps(arguments), schemas) == problem
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (str(2**64 - 1), ""),
+        (str(-(2**63)), ""),
+        (str(2**64), "a whole number has more than 64 bits"),
+        ("1" * 400, "a whole number has more than 64 bits"),  # as a float it is too large to be compared
+        ("[-9223372036854775809]", "a whole number has more than 64 bits"),
+        ("[1e400]", "a number is too large"),
+        ('{"a": ["\\ud83d"]}', "a text holds half of a surrogate pair"),
+        ('{"\\ude00": 1}', "a text holds half of a surrogate pair"),
+        ('"\\ud83d\\ude00"', ""),
+        ("[" * 30 + "]" * 30, ""),
+        ("[" * 40 + "]" * 40, "it is nested more than 32 deep"),
+    ],
+)
+def test_arguments_that_no_core_can_be_sent_are_refused(value: str, problem: str) -> None:
+    """Each once raised an error that was not the request's, where a schema compared it or when it was sent."""
+    schema = plugins.check_schema({"properties": {"any": {"minimum": -(2**63)}}})
+    text = f'{{"any": {value}}}'
+    assert plugins.problem_of(text, [schema]) == problem
+    if not problem:
+        msgspec.msgpack.encode(json.loads(text))
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "1", '{"ban": [NaN]}', "[" * 100_000])
 def test_arguments_that_are_no_object_are_refused(text: str) -> None:
     assert plugins.problem_of(text, [plugins.check_schema(SCHEMA)])
@@ -196,6 +222,16 @@ def test_arguments_that_are_no_object_are_refused(text: str) -> None:
         ({"properties": {"a": {"type": "int"}}}, "the schema of a has the type 'int'; the types are boolean"),
         ({"properties": {"a": {"items": 1}}}, r"the schema of a\[\] must be an object, not 1"),
         ({"properties": {"a": {"additionalProperties": {}}}}, "additionalProperties true or false"),
+        ({"properties": {"a": {"enum": 5}}}, "the schema of a must have as enum a list of values, not 5"),
+        ({"properties": {"a": {"enum": "soft"}}}, "as enum a list of values, not 'soft'"),
+        ({"properties": {"a": {"minimum": "0"}}}, "as minimum a number, not '0'"),
+        ({"properties": {"a": {"exclusiveMinimum": True}}}, "as exclusiveMinimum a number, not True"),
+        ({"properties": {"a": {"maxItems": -1}}}, "as maxItems a whole number, not -1"),
+        ({"properties": {"a": {"type": ["integer", []]}}}, "as type a name or names"),
+        ({"properties": {"a": {"type": []}}}, "as type a name or names"),
+        ({"properties": {"a": {"properties": ["b"]}}}, r"as properties an object, not \['b'\]"),
+        ({"properties": {"a": {"required": "b"}}}, "as required a list of names, not 'b'"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "the arguments requires 'b', which is none of its properties"),
     ],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused(schema: object, reason: str) -> None:

@@ -100,7 +100,7 @@ class AsyncLLM:
         args = args.by_default(engine_process=True)
         self._thread = _EngineThread(lambda: LLMEngine(args, stat_loggers=stat_loggers))
         weakref.finalize(self, self._thread.stop)  # at the interpreter's exit too
-        self._names = (f"async-{number}" for number in itertools.count())
+        self._numbers = itertools.count()  # not a generator, which fails if several event loops ask it at a time
         self._live: set[str] = set()
 
     @classmethod
@@ -249,10 +249,14 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def _name(self, request_id: str | None) -> str:
-        name = next(self._names) if request_id is None else request_id
-        if name in self._live:
-            raise ValueError(f"request_id {name!r} is that of a request that has not ended; choose another one")
-        return name
+        if request_id is None:
+            names = (f"async-{number}" for number in self._numbers)
+            return next(name for name in names if name not in self._live)
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, not {request_id!r}")
+        if request_id in self._live:
+            raise ValueError(f"request_id {request_id!r} is that of a request that has not ended; choose another one")
+        return request_id
 
     async def _outputs(
         self, name: str, collector: OutputCollector, add: Callable[[LLMEngine], None]
@@ -304,7 +308,8 @@ class _EngineThread:
         is closed."""
         future: Future[T] = Future()
         with self._changed:
-            if self._is_stopped:
+            # A fork of the program has no thread, so nobody would make the call.
+            if self._is_stopped or not self._thread.is_alive():
                 future.set_exception(EngineDeadError(CLOSED))
                 return future
             self._calls.append((call, future))

@@ -152,6 +152,21 @@ async def test_a_wrong_request_fails_alone(llm: AsyncLLM, expected: dict[str, tu
     assert good[-1].outputs[0].token_ids == expected["Once"][1]
 
 
+async def test_a_request_without_an_id_gets_one_that_no_other_has(llm: AsyncLLM) -> None:
+    number = next(llm._numbers)
+    taken = [f"async-{number + ahead}" for ahead in (1, 2)]
+    async with (
+        aclosing(llm.generate("a", ENDLESS, taken[0])) as one,
+        aclosing(llm.generate("a", ENDLESS, taken[1])) as two,
+    ):
+        await anext(one)
+        await anext(two)
+        async for output in llm.generate("Once", GREEDY):
+            assert output.request_id == f"async-{number + 3}"
+    with pytest.raises(ValueError, match="request_id must be a string, not 7"):
+        await anext(llm.generate("a", GREEDY, 7))  # type: ignore[arg-type]
+
+
 async def test_sleep_refuses_new_requests_and_those_that_were_kept_go_on(llm: AsyncLLM) -> None:
     generator = llm.generate("Once", PIECES)
     await anext(generator)
@@ -213,6 +228,28 @@ async def test_a_core_that_dies_while_paused_fails_the_requests_that_were_kept()
         async for _ in generator:
             pass
     llm.close()
+
+
+def test_a_fork_of_the_program_is_refused_and_its_parent_goes_on(
+    shared: AsyncLLM, expected: dict[str, tuple[str, list[int]]]
+) -> None:
+    """The thread stays with the parent: a call in the child waited for ever."""
+
+    async def ask() -> list[int]:
+        outputs = [output async for output in shared.generate("Once", GREEDY)]
+        return outputs[-1].outputs[0].token_ids
+
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            asyncio.run(asyncio.wait_for(ask(), 20))
+        except EngineDeadError:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert asyncio.run(ask()) == expected["Once"][1]
 
 
 @pytest.mark.parametrize("own_process", [True, False])

@@ -124,7 +124,9 @@ def find_package(name: str) -> PluginPackage:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         raise ValueError(f"no package {name} is installed{_installed_near(name)}") from None
-    points = tuple(_points(found.entry_points))
+    points = _points_of(found)
+    if points is None or not isinstance(found.version, str):
+        raise ValueError(f"the metadata of the package {name} are damaged; install it again")
     package = PluginPackage(normalized(name), found.version, points)
     _check_points(package)
     return package
@@ -134,13 +136,15 @@ def installed_packages() -> list[str]:
     """Return the names of all installed packages that have entry points of ours, in order."""
     from importlib import metadata
 
-    found = (each for each in metadata.distributions() if any(_points(each.entry_points)))
-    return sorted({normalized(each.name) for each in found})
+    found = [each for each in metadata.distributions() if _points_of(each)]
+    return sorted({normalized(each.name) for each in found if isinstance(each.name, str)})
 
 
 def check_plugins(names: Sequence[str], service: str) -> tuple[str, ...]:
     """Return the names of the packages in their common spelling, after checking that each is installed, is named once,
     and has something for this service."""
+    if wrong := [name for name in names if not isinstance(name, str)]:  # of a program's own list
+        raise ValueError(f"{wrong[0]!r} is no name of a package; write the one that pip lists")
     common = tuple(map(normalized, names))
     for name, count in Counter(common).items():
         if count > 1:
@@ -237,9 +241,13 @@ def described(plugins: Sequence[str]) -> list[str]:
     return [str(find_package(name)) for name in plugins]
 
 
-def _points(entries: Iterable[Any]) -> Iterable[PluginPoint]:
-    ours = [entry for entry in entries if entry.group.startswith(GROUP)]
-    return sorted(PluginPoint(entry.group.removeprefix(GROUP), entry.name, entry.value) for entry in ours)
+def _points_of(found: Any) -> tuple[PluginPoint, ...] | None:
+    """Return the entry points of ours of a distribution; None: they cannot be read."""
+    try:
+        ours = [entry for entry in found.entry_points if entry.group.startswith(GROUP)]
+    except (AttributeError, OSError, TypeError, ValueError):
+        return None
+    return tuple(sorted(PluginPoint(entry.group.removeprefix(GROUP), entry.name, entry.value) for entry in ours))
 
 
 def _check_points(package: PluginPackage) -> None:

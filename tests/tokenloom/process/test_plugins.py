@@ -63,6 +63,33 @@ def test_a_package_that_cannot_be_used_is_refused(
         plugins.check_plugins(names, service)
 
 
+@pytest.mark.parametrize("text", [b"[tokenloom.schedulers]\nown\n", b"[tokenloom.schedulers]\nown = \xff:f\n"])
+def test_a_damaged_package_harms_no_other(put: Install, tmp_path: Path, text: bytes) -> None:
+    """Any installed package may have such metadata; a doctor and the hint of a wrong name read them all."""
+    put("acme", one("schedulers"))
+    put("garbled", {})
+    (tmp_path / "garbled-1.0.dist-info" / "entry_points.txt").write_bytes(text)
+    assert "acme" in plugins.installed_packages()
+    with pytest.raises(ValueError, match="no package acmee is installed; did you mean acme"):
+        plugins.check_plugins(["acmee"], "engine")
+    with pytest.raises(ValueError, match="the metadata of the package garbled are damaged; install it again"):
+        plugins.check_plugins(["garbled"], "engine")
+
+
+def test_a_package_without_metadata_has_no_version_that_could_tell_engines_apart(put: Install, tmp_path: Path) -> None:
+    put("acme", one("logits_processors"))
+    (tmp_path / "acme-1.0.dist-info" / "METADATA").unlink()
+    with pytest.raises(ValueError, match="the metadata of the package acme are damaged"):
+        plugins.check_plugins(["acme"], "engine")
+    assert "acme" not in plugins.installed_packages()
+
+
+@pytest.mark.parametrize("names", [[5], [None], [["acme"]]])
+def test_what_is_no_text_names_no_package(names: list[Any]) -> None:
+    with pytest.raises(ValueError, match="is no name of a package"):
+        plugins.check_plugins(names, "engine")
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

@@ -18,12 +18,17 @@ _NO_CHOICE = (
     "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
     "structured_outputs forbid"
 )
+_NO_PLUGGED_CHOICE = "extra_args: no token may come next, after what their plugins and the other fields forbid"
 _NO_RULED_CHOICE = "transcript: no token may come next, after what its rules and those of other fields forbid"
 # Finite embeddings of 1e20 or damaged weights make NaN, and vLLM answers token 0. Here the request fails alone, and its
 # blocks are not cached: a retry that hit them would fail as well.
 _NO_FINITE_LOGIT = (
     "the model computed no finite logit for this request, so no token can be chosen; "
     "check prompt_embeds for extreme values, and the weights"
+)
+_NO_PLUGGED_LOGIT = (
+    "no logit of this request is finite, so no token can be chosen: a plugin that its extra_args ask for has failed, "
+    "as the engine's log then says, or the model computed none"
 )
 
 
@@ -109,6 +114,8 @@ class StepResults:
         params = request.sampling_params
         if params.transcript is not None and not params.allowed_token_ids:
             self.end_constrained({request_id: _NO_RULED_CHOICE}, "transcript")
+        elif params.extra_args and not params.allowed_token_ids:
+            self.end_constrained({request_id: _NO_PLUGGED_CHOICE}, "extra_args")
         else:
             self.end_constrained({request_id: _NO_CHOICE}, "allowed_token_ids")
 
@@ -116,7 +123,8 @@ class StepResults:
         """End a request whose logits are useless. No other request may find its blocks: the KV may be useless too."""
         if (request := self._requests.get(request_id)) is not None:  # otherwise it was aborted while the step executed
             self._live.take_out(request)
-            self._ended.end_useless(request, _NO_FINITE_LOGIT)
+            reason = _NO_PLUGGED_LOGIT if request.sampling_params.extra_args else _NO_FINITE_LOGIT
+            self._ended.end_useless(request, reason)
 
     def _end_pooled(self, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """End the requests whose prompts are pooled. Returns their outputs."""

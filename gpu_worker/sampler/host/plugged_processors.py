@@ -131,7 +131,8 @@ class PluggedRows:
     def _changed(self, logits: Logits, rows: Sequence[PluginRow]) -> Logits:
         # A copy, so that a plugin that fails half-way has changed nothing: the rows are asked one by one then.
         changed = logits.copy()
-        answer: object = self._plugin.processor.apply(changed, rows)
+        change: Callable[[Logits, Sequence[PluginRow]], object] = self._plugin.processor.apply
+        answer = change(changed, rows)
         if answer is not None and answer is not changed:
             raise TypeError("apply must change the logits in place, and return nothing")
         # A grammar ends a request whose token it does not accept, so what is masked stays masked.

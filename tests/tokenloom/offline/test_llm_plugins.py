@@ -111,6 +111,14 @@ def test_a_failure_ends_its_request_alone(llm: LLM) -> None:
     each = [params(0), params(1, extra_args={**CHORUS, "chorus_token_id": 1 << 30}), params(2)]
     outputs = llm.generate(PROMPTS[:3], each, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "a plugin that its extra_args ask for has failed" in str(outputs[1].error)
+
+
+def test_a_plugin_that_leaves_no_token_is_named_by_the_error(llm: LLM) -> None:
+    """It named ``allowed_token_ids``, which the request does not have."""
+    own = params(0, stop_token_ids=[TOKEN], min_tokens=8)
+    with pytest.raises(ValueError, match="extra_args: no token may come next"):
+        llm.generate(PROMPTS[:1], own, use_tqdm=False)
 
 
 def test_engines_with_and_without_a_plugin_differ(llm: LLM, make_llm: Callable[..., LLM]) -> None:
@@ -175,11 +183,13 @@ def test_a_grammar_backend(llm_with: Callable[..., LLM]) -> None:
 
 
 def test_an_attention_backend_of_a_plugin_has_a_layout_of_its_own(llm_with: Callable[..., LLM]) -> None:
-    layouts = [
-        llm_with(num_gpu_blocks_override=32, attention_backend=value)._client.ready.kv_layout
-        for value in ("torch", f"{EXAMPLE_NAME}:plain")
-    ]
-    assert layouts[1] == f"{layouts[0]}/plugin-{EXAMPLE_NAME}-0.1.0"
+    """Of its package as of each other one: two backends of a package need not lay KV out, or compute, alike."""
+    chosen = f"{EXAMPLE_NAME}:plain"
+    plain, plugged = (
+        llm_with(num_gpu_blocks_override=32, attention_backend=value)._client.ready for value in ("torch", chosen)
+    )
+    assert plugged.kv_layout == f"{plain.kv_layout}/plugin-{EXAMPLE_NAME}-0.1.0/{chosen}"
+    assert f"/torch-{chosen}/" in plugged.numerics
 
 
 def test_a_chat_template(llm_with: Callable[..., LLM]) -> None:

@@ -65,7 +65,7 @@ class BatchForm:
             self.num_updates += 1
             # In the order of vLLM's `process_dict_updates` and of the example in its documentation.
             for index, params, prompt, output in batch_update.added:
-                assert isinstance(prompt + output, list)
+                assert isinstance(prompt, list)
                 self.rows[index] = PluginRow(prompt, output, params.extra_args, params.seed)
             for index in batch_update.removed:
                 self.rows.pop(index, None)

@@ -182,7 +182,7 @@ class ModelWorker:
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
             state_bytes=model_config.state_bytes,
             state_chunk=model_config.states.chunk if model_config.states else 1,
-            numerics=numerics_of(model_config, self._platform, self._backend.name, library, place),
+            numerics=numerics_of(model_config, self._platform, self._attention_name(self._backend), library, place),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
             pool_is_on_host=self._platform.pool_is_on_host,
@@ -277,11 +277,18 @@ class ModelWorker:
             self._pool = self._platform.device_pool(caches, num_blocks, layout)
         self._runner.record_ahead()
 
+    def _attention_name(self, backend: AttentionBackend) -> str:
+        """Return the name of what computes attention. Two backends of a package may call themselves the same."""
+        option = self._config.worker.attention_backend
+        return backend.name if self._plugged_backend is None else f"{backend.name}-{option}"
+
     def _layout(self, block_size: int) -> str:
-        """Return ``ModelInfo.kv_layout`` without what drafts: a plugin may lay keys and values out in its own way."""
-        layout = self._pool_layers.layout(block_size)
-        added = marks(self._config.plugins, "kv_layout") if self._plugged_backend is not None else ()
-        return "/".join((layout, *added))
+        """Return ``ModelInfo.kv_layout`` without what drafts: a plugin may lay keys and values out in its own way, and
+        each backend of a package in another."""
+        parts = [self._pool_layers.layout(block_size)]
+        if self._plugged_backend is not None:
+            parts += [*marks(self._config.plugins, "kv_layout"), self._config.worker.attention_backend]
+        return "/".join(parts)
 
     def _slots_at(self, num_blocks: int) -> int:
         """Return where the slots lie in the memory of a pool: behind its blocks."""

@@ -153,9 +153,12 @@ class Tasks(Findings):
         await self.press("document.querySelector('#compare')")
         await self.go("document.querySelectorAll('#settings-b input')[1]")
         await self.tab.write("1.5")
+        await self.set("System message", "Tell long stories.", "#settings-b")
         await self.ask(STORY, 2)
+        await self.set("System message", "", "#settings-b")
         titles = await self.tab.run(f"{_ANSWERS}.map((each) => each.querySelector('header b').textContent)")
-        self.done(titles == ["A: temperature 0", "B: temperature 1.5"], f"7. compare two settings: {titles}")
+        expected = ["A: no system message, temperature 0", "B: system message, temperature 1.5"]
+        self.done(titles == expected, f"7. compare two settings: {titles}")
         boxes = await self.tab.run(f"{_ANSWERS}.map((each) => each.getBoundingClientRect().toJSON())")
         is_beside = boxes[0]["right"] <= boxes[1]["left"] and boxes[0]["top"] == boxes[1]["top"]
         is_below = boxes[0]["bottom"] <= boxes[1]["top"] and boxes[0]["left"] == boxes[1]["left"]

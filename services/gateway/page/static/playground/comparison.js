@@ -11,7 +11,8 @@ const SIDES = ["a", "b"];
 /** Return a field of a body in words, such as "temperature 0". */
 const inWords = (name, value) => {
   if (name === "model") return value;
-  const words = name === "messages" ? "system message" : name.replaceAll("_", " ");
+  if (name === "messages") return `${value.length ? "" : "no "}system message`;
+  const words = name.replaceAll("_", " ");
   if (value === undefined) return `default ${words}`;
   return typeof value === "object" ? words : `${words} ${value}`;
 };

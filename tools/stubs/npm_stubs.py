@@ -67,12 +67,14 @@ def package() -> dict[str, object]:
 
 
 def _install(described: str) -> None:
-    """Install what the package needs and is made with, unless it is there."""
-    mark, folder = FOLDER / "package.json", FOLDER / "node_modules"
-    if folder.is_dir() and mark.is_file() and mark.read_text() == described:
+    """Install what the package needs and is made with, unless it is there as a whole."""
+    folder = FOLDER / "node_modules"
+    mark = folder / ".installed"
+    if mark.is_file() and mark.read_text() == described:
         return
     if shutil.which("npm") is None:
         raise StubsFailed("the package is made with npm, which comes with Node.js and is not on PATH")
     shutil.rmtree(folder, ignore_errors=True)
-    mark.write_text(described)
+    (FOLDER / "package.json").write_text(described)
     run(["npm", "install", "--no-audit", "--no-fund", "--no-package-lock"], FOLDER)
+    mark.write_text(described)

@@ -1,5 +1,6 @@
 """What `make stubs` writes without Go and npm; `make clients` compiles and uses the stubs."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -57,3 +58,22 @@ def test_the_package_exports_each_public_proto() -> None:
     assert isinstance(exports, dict)
     assert exports["./inference"]["default"] == "./dist/tokenloom/v1/inference.js"
     assert len(exports) == len(PUBLIC)
+
+
+def test_what_npm_did_not_install_as_a_whole_is_installed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails, calls = tmp_path / "fails", tmp_path / "calls"
+    fails.touch()
+    npm = f"#!/bin/sh\necho >> {calls}\nmkdir -p node_modules/half\ntest ! -e {fails}\n"
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin" / "npm", npm)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(npm_stubs, "FOLDER", tmp_path)
+    with pytest.raises(StubsFailed, match="status 1"):
+        npm_stubs._install("{}")
+    fails.unlink()
+    for described, count in (("{}", 2), ("{}", 2), ('{"version": 2}', 3)):
+        npm_stubs._install(described)
+        assert len(calls.read_text().splitlines()) == count
+        assert (tmp_path / "package.json").read_text() == described

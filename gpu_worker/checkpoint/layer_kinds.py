@@ -322,18 +322,20 @@ def _read_kimi(reader: ConfigReader, num_layers: int) -> ExpertSwitches:
     count = reader.take_int("n_routed_experts", 256)
     _check_per_token(reader, per_token, count)
     layers = tuple(layer >= first if kinds is None else kinds[layer] == "sparse" for layer in range(num_layers))
+    router = RouterSwitches(
+        num_groups=reader.take_int("n_group", 1),
+        groups_per_token=reader.take_int("topk_group", 1),
+        has_independent_scores=True,
+        scale=reader.take_float("routed_scaling_factor", 2.446),
+    )
+    _check_groups(reader, router, count, per_token)
     return ExpertSwitches(
         count=count,
         per_token=per_token,
         intermediate_size=size,
         shared_size=size * reader.take_count("n_shared_experts", 1),
         normalizes_weights=reader.take_bool("norm_topk_prob", True),
-        router=RouterSwitches(
-            num_groups=reader.take_int("n_group", 1),
-            groups_per_token=reader.take_int("topk_group", 1),
-            has_independent_scores=True,
-            scale=reader.take_float("routed_scaling_factor", 2.446),
-        ),
+        router=router,
         layers=layers,
     )
 
@@ -369,11 +371,7 @@ def _read_deepseek(reader: ConfigReader, is_3: bool, num_layers: int) -> ExpertS
     normalizes, router = reader.take_bool("norm_topk_prob", is_3), _read_router(reader, is_3)
     if not count:
         return None
-    in_group = count // router.num_groups
-    if count % router.num_groups or in_group < 2 or per_token > in_group * router.groups_per_token:
-        raise reader.error(
-            "n_group", f"must divide {count} experts, of which topk_group groups hold num_experts_per_tok"
-        )
+    _check_groups(reader, router, count, per_token)
     if normalizes and not is_3:
         raise reader.error("norm_topk_prob", "must be false: transformers' class does not read it")
     return ExpertSwitches(
@@ -385,6 +383,16 @@ def _read_deepseek(reader: ConfigReader, is_3: bool, num_layers: int) -> ExpertS
         router=router,
         layers=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
     )
+
+
+def _check_groups(reader: ConfigReader, router: RouterSwitches, count: int, per_token: int) -> None:
+    if router.groups_per_token > router.num_groups:
+        raise reader.error("topk_group", f"must be at most n_group, {router.num_groups}")
+    in_group = count // router.num_groups
+    if count % router.num_groups or in_group < 2 or per_token > in_group * router.groups_per_token:
+        raise reader.error(
+            "n_group", f"must divide {count} experts, of which topk_group groups hold num_experts_per_tok"
+        )
 
 
 def _read_router(reader: ConfigReader, is_3: bool) -> RouterSwitches:

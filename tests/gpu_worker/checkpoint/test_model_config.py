@@ -356,6 +356,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "v3's other scores": (LATENT | V3, {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
     "weights that v2 does not normalize": (LATENT | V2, {"norm_topk_prob": True}, "norm_topk_prob must be false"),
     "uneven groups": (LATENT | V3, {"n_group": 3}, "n_group must divide 8 experts"),
+    "more groups than there are": (LATENT | V3, {"topk_group": 5}, "topk_group must be at most n_group, 4"),
     "groups that hold too few": (LATENT | V3, {"topk_group": 1, "num_experts_per_tok": 3}, "n_group must divide"),
     "dense layers without a number": (LATENT | V3, {"first_k_dense_replace": -1}, "first_k_dense_replace"),
     "windows of compressed vectors": (LATENT | V3, {"sliding_window": 64}, "sliding_window"),

@@ -106,6 +106,20 @@ def test_entries_that_contradict_a_file_are_refused_by_name(
     assert f"{architecture}.{entry}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("expert_group_count", 3, "n_group must divide 4 experts"),
+        ("expert_group_used_count", 2, "topk_group must be at most n_group, 1"),
+    ],
+)
+def test_groups_that_the_experts_do_not_form_are_refused(entry: str, value: int, message: str, tmp_path: Path) -> None:
+    model = make_model("kimi_linear")
+    path = write(tmp_path / "model.gguf", "kimi-linear", model, Kind.F32, {f"kimi-linear.{entry}": value})
+    with pytest.raises(ValueError, match=message):
+        load_model_config(path)
+
+
 @pytest.mark.parametrize("architecture", ["falcon-h1", "mamba2"])
 def test_a_file_with_more_layers_than_it_says_is_refused(architecture: str, tmp_path: Path) -> None:
     model = make_model(ARCHITECTURES[architecture][0], **ENTRIES.get(architecture, {}))

@@ -105,6 +105,7 @@ class Scheduler:
             self._states.defers = defers_drafts
             if defers_drafts:
                 scheduler = replace(scheduler, max_num_batched_tokens=num_others)
+        self._most_tokens = scheduler.max_num_batched_tokens  # that a step plans, apart from drafts
         num_parts = max(num_stages, 2) if overlaps_drafts and not defers_drafts else num_stages
         self._planner = StepPlanner(scheduler, live, self.kv, self._remote, recorder, clock, adapters, num_parts)
         self.ended = EndedRequests(live, self.kv, self._remote, grammars, self._in_flight, recorder, adapters)
@@ -371,7 +372,7 @@ class Scheduler:
             return "this model reads text only"
         if not request.kv.media:
             return "this model writes down sound: the prompt needs exactly one, beside its tokens"
-        return self.media.refusal(request, self.config.max_num_batched_tokens)
+        return self.media.refusal(request, self._most_tokens)
 
     def _begin_step(self) -> None:
         """Let what images and states need happen before a step is planned."""

@@ -10,6 +10,7 @@ from tests.engine_core.executor.late import EXECUTORS, LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, finish, lose_steps, make_config, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker
+from tests.engine_core.media import RowClient, expected, image, make_media
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
@@ -323,6 +324,17 @@ def test_a_request_with_a_state_steps_every_time(accuracy: float, chunk: int, pl
     # The last plans may be of steps behind the end, which a step with several right drafts brings nearer.
     assert len(planned) <= 60 - stats.num_accepted_tokens + 2
     check_idle(core.scheduler)
+
+
+def test_an_image_that_no_step_has_room_for_is_refused() -> None:
+    """Of 64 tokens a step leaves 32 free, for right drafts beside wrong ones."""
+    client = RowClient(state_core(1, 8, num_drafts=4, draft_accuracy=0.5, budget=64, max_num_seqs=8))
+    fits = make_media("fits", image(4, 32, is_whole=True), length=60)
+    client.add(fits, make_media("large", image(4, 33, is_whole=True), length=60))
+    while client.core.has_work():
+        client.step()
+    assert client.tokens["fits"] == expected(fits, state_chunk=1)
+    assert "33 tokens that one step must compute; a step computes 32" in client.ended["large"].error
 
 
 def random_states_run(seed: int) -> tuple[SpecDecodingStats, int]:

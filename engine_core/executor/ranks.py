@@ -159,7 +159,7 @@ class RankParts(MemoryApart):
         self._tell(PartForget(list(owners)))
 
     def close(self) -> None:
-        self._tell(PartForget())
+        self._tell(PartForget(every=True))
 
     def _ask(self, messages: Sequence[PartMessage]) -> list[PartAnswer]:
         try:

@@ -60,10 +60,11 @@ class PartChecksums(msgspec.Struct, tag=True, array_like=True):
 
 
 class PartForget(msgspec.Struct, tag=True, array_like=True):
-    """Ends reads: closes what was opened to these owners, to this endpoint, or, with neither, at all."""
+    """Ends reads: closes what was opened to these owners, to this endpoint, or at all."""
 
     owners: list[str] = []
-    endpoint: bytes = b""
+    endpoint: bytes | None = None
+    every: bool = False
 
 
 PartMessage = PartRead | PartChecksums | PartForget
@@ -173,9 +174,10 @@ class WorkerPart:
         return kept
 
     def _forget(self, message: PartForget) -> None:
-        every = not message.owners and not message.endpoint
         with self._lock:
-            left = [key for key in self._readers if every or key[0] in message.owners or key[1] == message.endpoint]
+            left = [
+                key for key in self._readers if message.every or key[0] in message.owners or key[1] == message.endpoint
+            ]
             readers = [self._readers.pop(key) for key in left]
         for reader in readers:
             reader.close()

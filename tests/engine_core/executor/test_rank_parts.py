@@ -245,6 +245,19 @@ def test_a_failure_of_any_kind_waits_for_the_workers_that_still_write(monkeypatc
         assert rows([reader.pools[1]], TARGET[0]) == rows([owner.pools[1]], SOURCE[0])
 
 
+def test_an_owner_without_an_endpoint_ends_no_other_read() -> None:
+    owner, reader = filled(layout("heads", "fp32"), "fp32"), Ranks(part_pools(layout("heads", "fp32"), "fp32"))
+    with closing(owner, reader):
+        target = owner.target(SOURCE)
+        nowhere = msgspec.structs.replace(target, endpoint=b"", owner="another")
+        reader.apart.read(target, TARGET, checksum=False, tears=False)
+        with pytest.raises(KVTransferError, match="worker 0: the owner's endpoint"):
+            reader.apart.read(nowhere, TARGET, checksum=False, tears=False)
+        reader.apart.interrupt(nowhere)
+        reader.apart.forget([])
+        assert [len(transport._readers) for transport in reader.transports] == [1, 1]
+
+
 def test_what_was_opened_is_closed_when_the_owner_has_left_and_opened_again() -> None:
     owner, reader = filled(layout("heads", "fp32"), "fp32"), Ranks(part_pools(layout("heads", "fp32"), "fp32"))
     with closing(owner, reader):

@@ -1,7 +1,9 @@
 """Publishes the events of the prefix cache over ZeroMQ as vLLM's engines do, for routers of others."""
 
 import asyncio
+import contextlib
 import logging
+import socket as socketlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -139,6 +141,8 @@ class KVEventPublisher:
         if endpoint.startswith("tcp://["):
             socket.set(zmq.IPV6, 1)
         try:
+            if endpoint.startswith("ipc://"):
+                _check_free(endpoint.removeprefix("ipc://"))
             socket.bind(endpoint)
             if endpoint.startswith("ipc://"):
                 Path(endpoint.removeprefix("ipc://")).chmod(0o600)
@@ -146,6 +150,14 @@ class KVEventPublisher:
             reason = f"{endpoint} cannot be bound: {error}; engines of one host need an address each, or port 0"
             raise InvalidArgument(f"kv_events_config: {name}: {reason}") from None
         return str(socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
+
+def _check_free(path: str) -> None:
+    """Raise ``OSError`` for a socket at which somebody listens: ZeroMQ would put its own in its place."""
+    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socketlib.socket(socketlib.AF_UNIX) as probe:
+        probe.settimeout(1)
+        probe.connect(path)
+        raise FileExistsError("another process listens there")
 
 
 def of_rank(endpoint: str, rank: int) -> str:

@@ -117,7 +117,7 @@ async def test_text_of_the_generation_itself_is_that_of_the_way_back(http: httpx
 def chunks_of(token_ids: list[int], size: int, reason: str | None) -> list[dict[str, Any]]:
     """Return the events of a generation that brings so many tokens at a time."""
     parts = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
-    ends: list[str | None] = [None] * (len(parts) - 1) + [reason]
+    ends = [*[None] * (len(parts) - 1), reason]
     return [
         {"request_id": "r", "choices": [{"index": 0, "token_ids": part, "finish_reason": end}]}
         for part, end in zip(parts, ends, strict=True)

@@ -143,12 +143,13 @@ async def test_what_follows_a_gap_is_given_at_once(tmp_path: Path, monkeypatch: 
     with publishing(config(tmp_path)) as publisher:
         reader = KVEventReader(source(config(tmp_path)))
         async with aclosing(reader.read()) as stream:
-            first, _ = await until_subscribed(publisher, reader, stream)
-            if first < publisher.num_published - 1:
+            await until_subscribed(publisher, reader, stream)
+            while reader.num_batches <= reader.num_replayed:  # until one came by the subscription
+                publisher.publish([STORED])
                 await take(stream, publisher.num_published - 1)
             monkeypatch.setattr(kv_events, "IDLE_SECONDS", SOON)
             begin, live = publisher.num_published, publisher._pub
-            publisher._pub = SimpleNamespace(send_multipart=lambda *_: None)  # type: ignore[assignment]
+            publisher._pub = SimpleNamespace(send_multipart=lambda *_: None)
             publisher.publish([STORED])
             publisher._pub = live
             for _ in range(4):
@@ -249,6 +250,18 @@ async def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
         taken = config(tmp_path, endpoint=publisher.endpoint, replay_endpoint=None)
         with pytest.raises(InvalidArgument, match=r"endpoint: tcp://127.0.0.1:\d+ cannot be bound"):
             KVEventPublisher(taken, 0, lambda: 0.0)
+
+
+async def test_a_path_is_taken_over_only_from_an_engine_that_is_gone(tmp_path: Path) -> None:
+    setup = config(tmp_path, replay_endpoint=None)
+    with (
+        publishing(setup),
+        pytest.raises(InvalidArgument, match=r"endpoint: ipc://.*/live cannot be bound: another process"),
+    ):
+        KVEventPublisher(setup, 0, lambda: 0.0)
+    assert (tmp_path / "live").exists()  # as after a crash
+    with publishing(setup) as publisher:
+        assert publisher.endpoint == setup.endpoint
 
 
 def test_each_rank_has_an_address_of_its_own() -> None:

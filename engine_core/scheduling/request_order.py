@@ -81,7 +81,7 @@ class RequestOrder:
             # In the place of the request's own value, so that a step costs what it costs by priority.
             request.priority = rank
         except Exception as error:  # whatever the code of others does: the client's own value decides then
-            OF_PROCESS.add("failed_plugin", f"{self.policy}: {type(error).__name__}: {error}")
+            OF_PROCESS.add("failed_plugin", f"{self.policy}: {type(error).__name__}: {error!s:.200}")
         return ""
 
 

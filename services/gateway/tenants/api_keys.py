@@ -6,6 +6,7 @@ import hmac
 import logging
 import re
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -155,13 +156,18 @@ class PluggedKeys:
     def owner(self, key: bytes) -> str | None:
         """Return the name of the tenant of a key; None: nobody's. Raises ``Unavailable`` if the plugin fails."""
         try:
-            name = self._find(key.decode())
-            if name is not None and not (isinstance(name, str) and _TENANT_NAME.fullmatch(name)):
-                raise ValueError("it returned something else than a tenant's name, letters, digits and . _ - only")
+            text = key.decode()
         except UnicodeDecodeError:
             return None
-        except Exception:
-            log.exception("the plugin %s failed", self._named)
+        try:
+            name = self._find(text)
+            if name is not None and not (isinstance(name, str) and _TENANT_NAME.fullmatch(name)):
+                raise ValueError("it returned something else than a tenant's name, letters, digits and . _ - only")
+        except Exception as error:
+            # Without the error's own words, which may be the key: that of a dict that lacks it is.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{place.filename}, line {place.lineno}"
+            log.error("the plugin %s failed: %s in %s", self._named, type(error).__name__, where)
             raise errors.Unavailable("API keys cannot be checked now; retry") from None
         return name
 

@@ -239,7 +239,7 @@ def plugged_rule(costs: PluggedCosts, on_failure: Callable[[str], None]) -> Rule
                 raise ValueError(f"it returned {found.tolist()!r:.80} for {len(candidates)} engines, not a number each")
             return found
         except Exception as error:  # a pick must not fail, whatever the code of others does
-            on_failure(f"{type(error).__name__}: {error}")
+            on_failure(f"{type(error).__name__}: {error!s:.200}")
             return score(engines, candidates, ask)
 
     return rule

@@ -27,6 +27,7 @@ from tokenloom import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from tokenloom.offline.async_llm import OutputCollector
 from tokenloom.offline.llm_engine import LLMEngine
@@ -36,7 +37,7 @@ MODEL = "tokenloom-demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PIECES = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-BAD = SamplingParams(max_tokens=2, structured_outputs={"regex": "("})
+BAD = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="("))
 THREAD = "tokenloom-engine"
 
 
@@ -114,8 +115,7 @@ async def test_closing_a_generator_and_cancelling_its_task_abort_the_request(llm
     async with aclosing(llm.generate("Once", ENDLESS, "same")) as outputs:
         await anext(outputs)
     # Its name is free at once, and its end does not reach the request that has it now.
-    task = asyncio.create_task(read_named(llm, "same"))
-    assert len(await task) > 0
+    assert len(await read_named(llm, "same")) > 0
     task = asyncio.create_task(read(llm, "Once", ENDLESS))
     while not await llm._call(LLMEngine.get_num_unfinished_requests):
         pass

@@ -265,3 +265,19 @@ def test_a_plugin_that_fails_is_no_fault_of_the_client(answer: object) -> None:
     keys = ApiKeys.load([], None, SALTS, PluggedKeys("acme:find", lambda key: answer, SALTS))  # type: ignore[arg-type, return-value]
     with pytest.raises(errors.Unavailable, match="API keys cannot be checked now"):
         keys.authorize(b"Bearer x")
+
+
+@pytest.mark.parametrize("raised", [KeyError, UnicodeDecodeError])
+def test_an_error_of_a_plugin_leaves_no_key_in_the_log(
+    raised: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def find(key: str) -> str:
+        if raised is UnicodeDecodeError:
+            return b"\xff".decode()
+        return dict[str, str]()[key]
+
+    keys = ApiKeys.load([], None, SALTS, PluggedKeys("acme:find", find, SALTS))
+    with pytest.raises(errors.Unavailable, match="API keys cannot be checked now"):
+        keys.authorize(b"Bearer s3cret")
+    assert f"the plugin acme:find failed: {raised.__name__} in {__file__}, line " in caplog.text
+    assert "s3cret" not in caplog.text

@@ -54,9 +54,17 @@ class LazyCommands(MutableMapping[str, Any]):
             place, panel = self._places[name] if name in self._places else (self._plugged()[name], _PLUGINS)
             # Imported when it is used. `tokenloom --help` imported every command and took 1.2 s of CPU; with the texts
             # read from the source it takes 0.1.
-            with uncollected_imports():
-                imported = import_module(_module(place))
-            self._built[name] = _built(getattr(imported, _member(place)), name, panel)
+            try:
+                with uncollected_imports():
+                    member = getattr(import_module(_module(place)), _member(place))
+            except (Exception, SystemExit) as error:
+                if panel != _PLUGINS:
+                    raise
+                reason = (
+                    f"the command {name} of a plugin cannot be loaded from {place}: {type(error).__name__}: {error}"
+                )
+                raise typer.BadParameter(reason, param_hint=_FLAG) from error
+            self._built[name] = _built(member, name, panel)
         return self._built[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -145,6 +153,8 @@ def _named(plugins: PluggedCommands, args: list[str]) -> list[str]:
         plugins.name(value)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=flag) from None
+    if rest and rest[0].partition("=")[0] == _FLAG:
+        raise typer.BadParameter("is given twice; separate the names by commas", param_hint=flag)
     return rest
 
 

@@ -71,7 +71,7 @@ def plugged_loggers(plugins: Sequence[str]) -> list[StatLogger]:
     for each in load_all("stat_loggers", plugins) if plugins else ():
         try:
             found.append(each.value() if isinstance(each.value, type) else each.value)
-        except Exception as error:  # whatever the code of others does
+        except (Exception, SystemExit) as error:  # whatever the code of others does
             raise ValueError(f"the plugin {each.named} (stat_loggers): {type(error).__name__}: {error}") from error
     return found
 

@@ -187,3 +187,7 @@ def test_loggers_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     install(tmp_path, "acme", {"tokenloom.stat_loggers": {"own": "acme:Own"}}, source)
     with pytest.raises(ValueError, match=r"the plugin acme:own \(stat_loggers\): TypeError"):
         plugged_loggers(("acme",))
+    source = "class Own:\n    def __init__(self): raise SystemExit(3)\n    def log(self, stats): pass"
+    install(tmp_path, "leaving", {"tokenloom.stat_loggers": {"own": "leaving:Own"}}, source)
+    with pytest.raises(ValueError, match=r"the plugin leaving:own \(stat_loggers\): SystemExit: 3"):
+        plugged_loggers(("leaving",))

@@ -44,6 +44,21 @@ def test_a_package_without_commands_is_refused(packages: Path, monkeypatch: pyte
     assert "No such command 'greet'" in CliRunner().invoke(app, ["greet"]).output
 
 
+@pytest.mark.parametrize("source", ["1 / 0", "raise SystemExit(3)", "other = 1"])
+def test_a_command_that_cannot_be_loaded_is_named_in_one_line(packages: Path, source: str) -> None:
+    install(packages, "broken_command", {"tokenloom.cli_commands": {"go": "broken_command:go"}}, source)
+    refused = CliRunner().invoke(app, ["--plugins", "broken_command", "go"])
+    assert refused.exit_code == 2
+    words = " ".join(refused.output.replace("│", " ").split())
+    assert "the command go of a plugin cannot be loaded from broken_command:go: " in words
+
+
+def test_packages_are_named_by_one_flag() -> None:
+    refused = CliRunner().invoke(app, ["--plugins", EXAMPLE_NAME, f"--plugins={EXAMPLE_NAME}", "greet"])
+    assert refused.exit_code == 2
+    assert "is given twice; separate the names by commas" in " ".join(refused.output.split())
+
+
 def test_each_part_gets_the_packages_that_are_for_it(started: list[MeshOptions], packages: Path) -> None:
     install(packages, "acme", {"tokenloom.placement_rules": {"p": "acme:p"}})
     names = f"{EXAMPLE_NAME},Acme"

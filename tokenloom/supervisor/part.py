@@ -33,6 +33,7 @@ class SupervisedPart:
         self.restarts = 0
         self._output = output
         self._process: Process | None = None
+        self._crashed: Process | None = None  # the last one that `crash` has killed
         self._predecessors = Predecessors(spec.name, output)
         self._stopping = asyncio.Event()
         self._unserving = asyncio.Event()
@@ -90,6 +91,7 @@ class SupervisedPart:
         """Kill the process with all that it started, as a failure would; :meth:`keep` starts another one."""
         if self._process is not None:
             self._process.kill_group()
+            self._crashed = self._process
             self._report(False)  # now, before its end is noticed: who asks whether another one serves must not count it
 
     async def restarted(self, restarts: int) -> None:
@@ -159,6 +161,8 @@ class SupervisedPart:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _take(self, state: PartReport) -> None:
+        if self._process is self._crashed:
+            return  # its file still says what it was
         self.state = state
         self._report(state.serving)
 

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
 from tokenloom.supervisor import part_health
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part import SupervisedPart, describe_exit
@@ -71,6 +73,21 @@ async def test_a_part_that_is_made_to_crash_comes_back(make_spec: MakeSpec, outp
             await part.restarted(0)
         assert part.restarts == 1
         assert await serving_pid(part) != first
+
+
+async def test_a_part_that_is_made_to_crash_does_not_serve_by_what_its_file_still_says(
+    make_spec: MakeSpec, output: LineCopier
+) -> None:
+    part = SupervisedPart(make_spec(), output)
+    async with kept(part):
+        await serving_pid(part)
+        notices = part.spec.state_file.with_suffix(CHANGED_SUFFIX)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as teller:
+            teller.sendto(b"", str(notices))
+        part.crash()
+        while notices.exists():  # its end has not been noticed
+            assert not part.serving.is_set()
+            await asyncio.sleep(0)
 
 
 async def test_only_the_first_process_has_the_first_flags(

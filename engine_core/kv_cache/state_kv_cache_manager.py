@@ -100,6 +100,7 @@ class StateKVCacheManager(KVCacheManager):
         # Where drafts are in flight the worker alone knows which of two slots has the state.
         skips = request.skip_reading_prefix_cache or request.routed_rows is not None or self.states.defers
         if not (self.enable_prefix_caching and is_whole and count) or skips or self.pool.wrong:
+            self.states.preempted["computed"] += 1
             return
         assert state is not None
         if state.draft_slot >= 0:

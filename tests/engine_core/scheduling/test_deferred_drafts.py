@@ -374,6 +374,8 @@ def random_states_run(seed: int) -> tuple[SpecDecodingStats, int]:
     assert {name: received[name] for name in expected} == expected, f"seed {seed}"
     check_idle(core.scheduler)
     core.shutdown()
+    stats = core.scheduler.stats()
+    assert stats.preempted_states.get("computed", 0) == stats.num_preemptions, "no state is kept for them"
     return counted(core), core.scheduler.stats().num_preemptions
 
 

@@ -143,6 +143,8 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, not {request_id!r}")
+        if not (params is None or isinstance(params, (SamplingParams, PoolingParams))):
+            raise ValueError(f"params must be SamplingParams or PoolingParams, not {type(params).__name__}")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is that of a request that has not ended; choose another one")
         request: OfflineRequest | OfflinePooledRequest

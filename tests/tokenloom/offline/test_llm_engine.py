@@ -15,13 +15,14 @@ from tokenloom import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PIECES = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 FINAL = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-BAD = SamplingParams(max_tokens=2, structured_outputs={"regex": "("})
+BAD = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="("))
 """Only the core, which compiles grammars, refuses it."""
 MODEL = "tokenloom-demo"
 
@@ -64,7 +65,7 @@ def test_a_request_that_joins_in_the_middle_gets_the_tokens_of_one_alone(
     engine: LLMEngine, expected: list[int]
 ) -> None:
     engine.add_request("a", "Once", PIECES)
-    first = [output for _ in range(3) for output in engine.step()]
+    first = [output for _ in range(3) for output in engine.step() if isinstance(output, RequestOutput)]
     engine.add_request("b", "Once", FINAL)
     assert engine.get_num_unfinished_requests() == 2
     rest = run(engine)
@@ -94,6 +95,7 @@ def test_an_aborted_request_returns_what_it_has_and_its_name_is_free_again(engin
     engine.add_request("a", "Once", LONG)
     engine.step()
     (output,) = engine.abort_request("a")
+    assert isinstance(output, RequestOutput)
     assert (output.outputs[0].finish_reason, output.finished) == ("abort", True)
     assert engine.abort_request(["a", "never"]) == []
     engine.add_request("a", "Once", GREEDY)
@@ -108,6 +110,8 @@ def test_an_aborted_request_returns_what_it_has_and_its_name_is_free_again(engin
         ({"prompt": [5] * 256}, "maximum context length"),
         ({"priority": 1}, "priority"),
         ({"params": PoolingParams()}, "pooling_task is not set"),
+        ({"params": 5}, "params must be SamplingParams or PoolingParams, not int"),
+        ({"params": [GREEDY, GREEDY]}, "params must be SamplingParams or PoolingParams, not list"),
         ({"prompt": 3.5}, "prompt"),
     ],
 )

@@ -266,8 +266,8 @@ class Derenderer:
         await self._check_length(len(before), "stream_state.output_token_ids")
         opens, may_reason = await self._reasoning(asked, prompt)
         chat, turn = asked.request.prompts, AssistantTurn(plan, opens, may_reason)
-        keeps_tools = isinstance(chat, Chat) and plan is not None and plan.open_tools is not None
-        num_bytes = len(chat.tools_json) if keeps_tools else 0
+        keeps_tools = plan is not None and plan.open_tools is not None
+        num_bytes = len(chat.tools_json) if keeps_tools and isinstance(chat, Chat) else 0
         session = DerenderSession(self._generator.draw_id(), turn, context_of(prompt), num_bytes)
         options, least = asked.request.text, asked.request.sampling.min_tokens
         async for piece in self._texts.texts(session.text, before, options, tenant, ends=False, min_tokens=least):

@@ -72,15 +72,18 @@ class ContinuedText:
 
     def finish(self) -> str:
         """Return the rest of the text at the end of the output."""
-        if self.stop_string is not None:
+        if self._has_stopped():
             return ""
         rest = self._shown(self._stream.finish())
         if self._stop is None:
             return rest
-        if self.stop_string is None:
+        if not self._has_stopped():
             return rest + self._stop.finish()
         self.stop_string = None  # the text ends there, but the output has ended for another reason, as in Detokenizer
         return rest
+
+    def _has_stopped(self) -> bool:
+        return self.stop_string is not None
 
     def _shown(self, text: str) -> str:
         if self._stop is None:

@@ -21,6 +21,7 @@ KEPT = {
     "engine/core/core_link.py:run_aborts": "sends names to the core, which may be dead or refuse them",
     "engine/kv/kv_link.py:run": "reads what this engine's own core sends",
     "engine/kv/kv_loads.py:_hold": "its caller is the edge of one load",
+    "engine/service.py:_start": "any other error ends the start",
     "engine/running_engine.py:_run_core": "an engine without its core's outputs is to be replaced",
     "gateway/batches/batch_run.py:run": "its caller fails the batch",
     "gateway/files/files_api.py:_read": "called by a request's handler; no task",

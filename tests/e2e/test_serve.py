@@ -91,6 +91,7 @@ def test_the_stubs_say_the_same_over_grpc(mesh: Any) -> None:
 def test_ps_lists_every_part(mesh: Any) -> None:
     parts = mesh.ps()
     names = ["service", "index", "role", "pid", "address", "metrics", "health", "model", "fall_backs", "placement"]
+    names.append("plugins")
     assert [list(part) for part in parts] == [names] * 5
     services = ["gateway", "output_processor", "engine", "tokenizer", "coordinator"]
     assert [(part["service"], part["index"], part["role"]) for part in parts] == [

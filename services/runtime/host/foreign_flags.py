@@ -215,7 +215,10 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
 _SERVED_ARGUMENTS = dict.fromkeys(
     ("data_parallel_size_local", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
     "LLM runs one engine; serve a group with `tokenloom serve`",
-) | {"allowed_media_domains": "LLM fetches no URLs; pass pictures, paths or data: URLs"}
+) | {
+    "allowed_media_domains": "LLM fetches no URLs; pass pictures, paths or data: URLs",
+    "kv_events_config": "LLM publishes no KV events; serve the model with `tokenloom serve`",
+}
 """Arguments whose flags ``tokenloom serve`` has."""
 
 _OWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")

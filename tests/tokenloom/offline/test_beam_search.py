@@ -48,7 +48,7 @@ def test_one_beam_is_greedy(llm):
 
 
 def test_an_end_of_sequence_token_ends_a_sequence(llm):
-    prompt = llm._chats.encode([[{"role": "user", "content": "What is 2 + 3?"}]])[0].token_ids
+    prompt = llm.llm_engine.chats.encode([[{"role": "user", "content": "What is 2 + 3?"}]])[0].token_ids
     (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=16))
     best = output.sequences[0]
     assert best.finish_reason == "stop"

@@ -99,7 +99,7 @@ def test_a_killed_worker_ends_the_call_in_an_error():
 
 
 def test_what_does_not_work_is_a_value_error():
-    with pytest.raises(ValueError, match="must be one of auto, uni, mp, ray, not 'slurm'"):
+    with pytest.raises(ValueError, match="must be one of auto, uni, mp, ray, or PACKAGE:NAME of a plugin, not 'slurm'"):
         make_llm("slurm")
 
 

@@ -223,7 +223,7 @@ def heard(*parts: dict[str, Any], text: str = "What is it?") -> list[dict[str, A
 
 def expected_of_sounds(llm: LLM, prompt_ids: list[int], *sounds: Samples) -> list[int]:
     """Return what the hash worker makes of a prompt whose rows are those of the checkpoint's tower."""
-    tower, processor = SoundTower(llm._path, "float32"), SoundProcessor(llm._path)
+    tower, processor = SoundTower(llm.llm_engine._path, "float32"), SoundProcessor(llm.llm_engine._path)
     rows = [row for each in sounds for row in tower.rows(processor.features(each))]
     ids = embeds_ids(EmbedsSpan(0, np.stack(rows)))
     token = llm.get_tokenizer().token_to_id("<|AUDIO|>")

@@ -171,4 +171,7 @@ def test_kv_moves_where_the_role_needs_it(flags: list[str], transports: tuple[st
 def test_unknown_transports_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         EngineSettings.load(["--kv-transports", "pigeon"])
-    assert "a list of auto, cuda, shm, nixl, socket, not ['pigeon']" in capsys.readouterr().err
+    assert (
+        "must be one of auto, cuda, shm, nixl, socket, or PACKAGE:NAME of a plugin, not 'pigeon'"
+        in capsys.readouterr().err
+    )

@@ -47,6 +47,8 @@ class Channels:
     def stream_stream(self, *_: object, **__: object) -> None:
         """Make no call: the test connects the links."""
 
+    unary_unary = stream_stream
+
 
 async def test_one_that_comes_back_while_its_channel_closes_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     present, connects = {"a"}, asyncio.Event()

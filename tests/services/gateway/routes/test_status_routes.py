@@ -52,6 +52,7 @@ async def test_server_info_lists_engines_without_addresses(http: httpx.AsyncClie
         "waiting": 2,
         "kv_cache_usage": 0.25,
         "num_kv_blocks": 64,
+        "plugins": [],
     }
 
 

@@ -113,6 +113,7 @@ def test_the_port_chooses_the_mesh() -> None:
                 "model": "",
                 "fall_backs": [],
                 "placement": None,
+                "plugins": [],
             }
         ]
         assert CliRunner().invoke(app, ["ps", "--port", "3"]).exit_code == 1

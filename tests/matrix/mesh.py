@@ -60,7 +60,7 @@ class Mesh:
         found: Files = files.of(base, stored)
         self.names, self._base = names, base
         self._model = found.plain if plain else found.model
-        self._rows = files.of(base, "").model if "prompt embeddings" in names else None
+        self._rows = found.plain if "prompt embeddings" in names else None
         directory.mkdir()
         self._more = {"RAY_ADDRESS": ray_address()} if "Ray" in names else {}
         flags = [flag for each in features for flag in each.flags]

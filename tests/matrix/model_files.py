@@ -76,7 +76,8 @@ class ModelFiles:
 def _plain_of_gguf(path: Path) -> None:
     """Write the demo model with the weights that its GGUF file stands for."""
     values = write_demo_file(path.parent / "again.gguf")
-    shutil.copytree(DEMO_MODEL, path, ignore=shutil.ignore_patterns("draft", "eagle", "*.py", "__pycache__"))
+    left_out = ("draft", "eagle", "*.py", "__pycache__", "modules.json", "1_Pooling", "2_Dense")  # a file has none
+    shutil.copytree(DEMO_MODEL, path, ignore=shutil.ignore_patterns(*left_out))
     save_file({name: torch.from_numpy(value) for name, value in values.items()}, path / "model.safetensors")
 
 

@@ -124,7 +124,9 @@ class GeneratedTokens(msgspec.Struct, frozen=True, kw_only=True):
     usage: Annotated[dict[str, Any] | None, Meta(description="Counts of tokens.")] = None
     prompt_logprobs: Annotated[Any, Meta(description="If requested; not in a stream.", extra_json_schema={})] = None
     prompt_token_ids: Annotated[_MaybeIds, Meta(description="If requested; in a stream in the first chunk.")] = None
-    kv_transfer_params: Annotated[_Null, Meta(description="Always null.")] = None
+    kv_transfer_params: Annotated[
+        dict[str, Any] | None, Meta(description="Always null; of no effect in what is derendered.")
+    ] = None
 
 
 class DerenderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -57,7 +57,7 @@ class CoreClient(Protocol):
         """Return a function for any thread after which a :meth:`get_output` that waits returns without outputs."""
 
     def kill(self) -> None:
-        """From any thread: kill a core in a process of its own, so that whoever waits for it waits no more."""
+        """From any thread: kill a core in a process of its own, so that calls that wait for its answer end."""
 
     def close(self) -> None:
         """End the core. Idempotent."""
@@ -228,7 +228,7 @@ class SyncMPClient:
         return self._wake
 
     def kill(self) -> None:
-        """From any thread: kill the core's process, so that whoever waits for it waits no more."""
+        """From any thread: kill the core's process, so that calls that wait for its answer end."""
         self._process.kill()
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class AsyncLLM:
     The engine has a thread of this process, and by default its core a process of its own, so that the event loop stays
     free; with ``engine_process=False`` the thread computes. Any number of tasks may call any method at a time, also of
     several event loops. Wrong arguments raise ``ValueError``. When the core dies, everything that waits raises
-    ``EngineDeadError``, and so do later calls. An object that nobody refers to any more closes itself.
+    ``EngineDeadError``, and so do later calls. An object without references closes itself.
     """
 
     def __init__(self, args: EngineArgs, *, stat_loggers: Sequence[StatLogger] = ()) -> None:
@@ -308,7 +308,7 @@ class _EngineThread:
         is closed."""
         future: Future[T] = Future()
         with self._changed:
-            # A fork of the program has no thread, so nobody would make the call.
+            # A fork of the program lacks the thread that would make the call.
             if self._is_stopped or not self._thread.is_alive():
                 future.set_exception(EngineDeadError(CLOSED))
                 return future
@@ -341,7 +341,7 @@ class _EngineThread:
         self._deliver(engine.end(names))
 
     def drop(self, engine: LLMEngine, name: str, collector: OutputCollector) -> None:
-        """End a request that nobody reads any more."""
+        """End a request whose generator is closed."""
         if self._collectors.get(name) is collector:
             del self._collectors[name]
             engine.end([name])
@@ -357,7 +357,7 @@ class _EngineThread:
             self._engine = engine
             started.set_result(None)
             self._serve(engine)
-        except BaseException:  # a bug; nobody may wait for ever
+        except BaseException:  # a bug; no caller may wait for ever
             log.exception("the thread of an engine failed")
         finally:
             with self._changed:

@@ -42,7 +42,7 @@ class KVEventsConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Messages that wait for a slow subscriber; more are lost to it."""
     topic: Annotated[str, Meta(max_length=256)] = ""
     token_ids: bool = False
-    """Whether the events hold what is cached: whoever reads them sees the prompts."""
+    """Whether the events hold what is cached: their readers see the prompts."""
     curve_key_file: str = ""
     """CURVE key of the engine, as ``zmq.auth.create_certificates`` writes secret ones; empty: no encryption."""
     curve_clients: str = ""

@@ -153,7 +153,7 @@ class KVEventPublisher:
 
 
 def _check_free(path: str) -> None:
-    """Raise ``OSError`` for a socket at which somebody listens: ZeroMQ would put its own in its place."""
+    """Raise ``OSError`` for a socket at which another process listens: ZeroMQ would put its own in its place."""
     with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socketlib.socket(socketlib.AF_UNIX) as probe:
         probe.settimeout(1)
         probe.connect(path)

@@ -130,7 +130,7 @@ class ApiKeys:
             return matches[0]
         if self._plugin is None or (name := self._plugin.owner(key.strip())) is None:
             raise errors.Unauthenticated("the API key is not valid")
-        # A tenant of the file keeps its limits and its cache, whoever knows its key.
+        # A tenant of the file keeps its limits and its cache for every holder of its key.
         tenant = self.tenant(name)
         assert tenant is not None, "a plugin's names are tenants"
         return structs.replace(tenant, key=presented.hex()[:_NAME_DIGITS])

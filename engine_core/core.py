@@ -136,11 +136,6 @@ class EngineCore:
         """Forward passes that were begun."""
         self.has_waves = has_waves(config, model)
         """Whether it computes in waves with the other ranks of its data-parallel group."""
-        if self.has_waves and config.parallel.pipeline_parallel_size > 1:
-            raise ValueError(
-                "a data-parallel group of a mixture-of-experts model computes every step on all ranks at once: leave "
-                "out pipeline_parallel_size"
-            )
         config.check_core_place(has_waves=self.has_waves)
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""

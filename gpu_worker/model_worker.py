@@ -177,6 +177,7 @@ class ModelWorker:
             hidden_size=model_config.embedding_size,
             # A stage knows the choices of its own layers only.
             experts_per_token=routes.num_layers * routes.top_k if routes and place.num_stages == 1 else 0,
+            has_experts=model_config.experts is not None,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,

@@ -34,7 +34,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     hidden_size: int = 0
     """Columns of prompt embeddings."""
     experts_per_token: int = 0
-    """Experts that compute a token, over all layers; 0: the model has none."""
+    """Experts that compute a token, over all layers; 0: the model has none, or no worker knows the choices of all."""
+    has_experts: bool = False
+    """Whether a layer has experts, on whichever worker it is."""
     kv_groups: list[KVGroup] = []
     """The layers by the windows that they see; empty: they share one block table."""
     pooling: ModelPooling = ModelPooling()

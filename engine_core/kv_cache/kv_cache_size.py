@@ -58,7 +58,9 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
 
 def has_waves(config: EngineConfig, model: ModelInfo) -> bool:
     """Return whether the engine computes in waves with the other ranks of its data-parallel group."""
-    return bool(config.parallel.group_id) and model.experts_per_token > 0
+    # Workers of stages name no number of experts, but wait for the other engines' in every layer that has some.
+    spreads = config.parallel.spreads_experts_over_engines and model.has_experts
+    return bool(config.parallel.group_id) and (model.experts_per_token > 0 or spreads)
 
 
 def _check_settings(config: EngineConfig, model: ModelInfo) -> None:

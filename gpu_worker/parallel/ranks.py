@@ -111,7 +111,7 @@ def join_ranks(parallel: ParallelConfig, device: torch.device, *, cuts_vocabular
                 "enable_expert_parallel: experts are spread over engines on CPUs only so far; use "
                 "--tensor-parallel-size to spread them over the workers of an engine"
             )
-        exchange = ExpertExchange(place.data_rank, place.data_size, place.tensor_rank, place.tensor_size)
+        exchange = ExpertExchange(place.data_rank, place.data_size, place.tensor_rank, place.tensor_size, place.stage)
     balancer = make_balancer(parallel, place)
     if place.is_alone:
         return Ranks(place, experts=exchange, balancer=balancer)

@@ -4,14 +4,15 @@ The ranks are those of a data-parallel group, which compute their steps together
 (``engine_core/data_parallel/wave_loop.py``): each calls :meth:`ExpertExchange.compute` once in every layer with
 experts, with rows of its own or with none.
 
-With several workers in an engine, each has a part of the engine's experts, and exchanges rows with the workers of the
-same number in the other engines: all workers of an engine have the same rows, and the sum over them is that of all
-experts.
+With several workers in a stage of an engine, each has a part of the experts of the stage's layers, and exchanges rows
+with the workers of the same number of that stage in the other engines: all workers of a stage have the same rows, and
+the sum over them is that of all experts.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,10 +38,11 @@ class ExpertExchange:
         size: How many those are.
     """
 
-    def __init__(self, rank: int, size: int, worker: int = 0, num_workers: int = 1) -> None:
-        """``worker``: of the ``num_workers`` of this engine."""
+    def __init__(self, rank: int, size: int, worker: int = 0, num_workers: int = 1, stage: int = 0) -> None:
+        """``worker``: of the ``num_workers`` of this stage of the engine."""
         self.rank, self.size = rank, size
         self._worker, self._num_workers = worker, num_workers
+        self._stage = stage
         self._listener: PeerListener | None = None
         self._mesh: PeerMesh | None = None
         self._link: PeerLink | None = None
@@ -78,7 +80,10 @@ class ExpertExchange:
         from .peer_mesh import PeerLink, join_peers
 
         assert self._listener is not None, "listen comes first"
-        self._mesh = join_peers(self._listener, self.part, peers)
+        # Stages have different layers: a worker's rows are for those of its own stage in the other engines.
+        first = self._stage * self._num_workers
+        stage = [workers[first : first + self._num_workers] for workers in peers.workers]
+        self._mesh = join_peers(self._listener, self.part, msgspec.structs.replace(peers, workers=stage))
         self._link = PeerLink(self._mesh)
         return self._link
 

@@ -21,7 +21,6 @@ from tokenloom.engine_core.data_parallel.messages import (
     Welcome,
 )
 from tokenloom.engine_core.data_parallel.wave_loop import STEPS_BETWEEN_VOTES, WaveLoop, WaveState
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 
 
@@ -189,13 +188,6 @@ def test_a_rank_that_cannot_reach_another_one_says_so_and_waits() -> None:
     rank.worker.lacks_peer = False
     rank.loop.take(Lost(2, 3, roster(4, 0, 1, 2)))
     assert rank.votes.cast_votes[-1].wave == 2
-
-
-def test_pipeline_stages_are_refused() -> None:
-    parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2)
-    config = msgspec.structs.replace(make_config(), parallel=parallel)
-    with pytest.raises(ValueError, match="leave out pipeline_parallel_size"):
-        EngineCore(config, UniProcExecutor(HashWorker(config, experts_per_token=8)))
 
 
 def test_overlapping_steps_are_one_forward_pass_a_turn() -> None:

@@ -4,7 +4,7 @@ import pytest
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup
 from tokenloom.engine_core.data.model_info import MediaTraits, ModelInfo
-from tokenloom.engine_core.kv_cache.kv_cache_size import size_kv_cache
+from tokenloom.engine_core.kv_cache.kv_cache_size import has_waves, size_kv_cache
 
 MODEL = ModelInfo(vocab_size=10, max_model_len=1000, kv_bytes_per_token=100, kv_layout="", numerics="")
 
@@ -118,6 +118,16 @@ def test_a_rank_of_a_data_parallel_group_with_experts_reserves_the_null_block() 
     experts = msgspec.structs.replace(MODEL, experts_per_token=8)
     assert size_kv_cache(config, experts, lambda: 0) == KVCacheConfig(5, 16, has_null_block=True)
     assert size_kv_cache(config, MODEL, lambda: 0) == KVCacheConfig(5, 20), "a dense model computes no dummy batches"
+
+
+def test_stages_whose_experts_are_spread_compute_in_waves_although_none_knows_all_choices() -> None:
+    """Without waves their workers never joined, and each computed its own experts' rows only: wrong tokens."""
+    stage = msgspec.structs.replace(MODEL, has_experts=True)
+    parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2, enable_expert_parallel=True)
+    assert has_waves(EngineConfig(parallel=parallel), stage)
+    assert not has_waves(EngineConfig(parallel=parallel), MODEL)
+    whole = msgspec.structs.replace(parallel, enable_expert_parallel=False)
+    assert not has_waves(EngineConfig(parallel=whole), stage)
 
 
 def test_rows_beside_prompts_take_blocks_of_the_same_pool() -> None:

@@ -171,8 +171,6 @@ def test_places_of_experts_are_a_multiple_of_the_workers_and_engines_round_up(tm
     local_config(config, RankPlace(data_size=3, num_redundant_experts=0))
     with pytest.raises(ValueError, match="8 experts and 0 copies are not a multiple of 3"):
         local_config(config, RankPlace(0, 3, spreads_experts=True, num_redundant_experts=0))
-    with pytest.raises(ValueError, match="not spread over engines of several pipeline stages yet"):
-        local_config(config, RankPlace(data_size=2, num_stages=2, num_redundant_experts=0))
 
 
 @pytest.mark.parametrize(

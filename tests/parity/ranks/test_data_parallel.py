@@ -27,9 +27,11 @@ NUM_TOKENS = 40
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("spread", [False, True], ids=["whole", "spread"])
+@pytest.mark.parametrize(
+    ("spread", "stages"), [(False, 1), (True, 1), (True, 2)], ids=["whole", "spread", "spread in two stages"]
+)
 def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
-    tmp_path: Path, socket_dir: Path, spread: bool, overlaps: bool
+    tmp_path: Path, socket_dir: Path, spread: bool, stages: int, overlaps: bool
 ) -> None:
     path = save_random("qwen3_moe", tmp_path, head_dim=24, **EXPERTS)
     config = EngineConfig(
@@ -47,7 +49,7 @@ def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
         for index in range(6)
     ]
     expected = alone(config, requests)
-    parallel = ParallelConfig(enable_expert_parallel=spread)
+    parallel = ParallelConfig(enable_expert_parallel=spread, pipeline_parallel_size=stages)
     scheduler = msgspec.structs.replace(config.scheduler, async_scheduling=overlaps)
     group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel, scheduler=scheduler))
     try:

@@ -58,6 +58,28 @@ def test_each_rank_gets_what_its_rows_would_give_on_one(dtype: torch.dtype, num_
         exchange.close()
 
 
+def test_workers_of_a_stage_exchange_rows_among_themselves() -> None:
+    """Stages have different layers, and are at different steps."""
+    places = [(member, stage) for member in range(2) for stage in range(2)]
+    exchanges = {place: ExpertExchange(place[0], 2, stage=place[1]) for place in places}
+    workers = [[exchanges[member, stage].listen("127.0.0.1") for stage in range(2)] for member in range(2)]
+
+    def rank(place: tuple[int, int]) -> None:
+        member, stage = place
+        exchange = exchanges[place]
+        Ranks(experts=exchange).join_experts(ExpertPeers(member, workers, epoch=1, key=KEY))
+        grouped = choose(6, seed=member)
+        rows = torch.randn(12, HIDDEN_SIZE)
+        computed = exchange.compute(rows, grouped, NUM_EXPERTS, lambda expert, rows: run_expert(expert, rows) + stage)
+        parts = zip(grouped.experts, rows.split(grouped.counts), strict=True)
+        assert torch.equal(computed, torch.cat([run_expert(expert, part) + stage for expert, part in parts]))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(rank, places))
+    for exchange in exchanges.values():
+        exchange.close()
+
+
 def test_before_it_joins_a_rank_computes_its_own_experts_only() -> None:
     grouped = choose(20, seed=1)
     rows = torch.randn(40, HIDDEN_SIZE)

@@ -1,6 +1,7 @@
 """Reads one streamed answer as a client does: server-sent events go in, times and counts come out."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -71,7 +72,7 @@ class _Event(msgspec.Struct):
     """The kind of an event, in the APIs that name it."""
     usage: _Usage | None = None
     response: _Response | None = None
-    timeline: dict[str, float | str] | None = None
+    timeline: dict[str, Any] | None = None
     error: _Error | None = None
 
 
@@ -95,7 +96,7 @@ class Outcome:
     """Time from sending to the last output."""
     itl: list[float] = field(default_factory=list)
     """Times between consecutive outputs; an output may carry more than one token."""
-    timeline: dict[str, float | str] = field(default_factory=dict)
+    timeline: dict[str, Any] = field(default_factory=dict)
     """The server's own breakdown of the time, in ms, if it was asked for one and has it."""
     error: str = ""
     """Empty: the request succeeded."""

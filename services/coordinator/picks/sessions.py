@@ -24,7 +24,7 @@ MAX_BRANCHES = 8192
 MAX_TENANT_BRANCHES = 1024
 """Those of one tenant, which take no more than 5 MiB."""
 MAX_SESSION_BRANCHES = 8
-"""Lines of one session that a prompt is compared with, the latest."""
+"""Lines of one session that a prompt is compared with, those whose last turns are latest."""
 TURNS = 16
 """Turns of a line at whose ends another line may begin."""
 FORGET_SECONDS = 1800.0
@@ -79,7 +79,7 @@ class _Session:
     """Holds what the lines of one id have in common; ``key`` 0: it has one line, which no client has named."""
 
     key: int
-    branches: list["_Branch"] = field(default_factory=list)
+    branches: list["_Branch"] = field(default_factory=list)  # the latest turn last
     num_lost: int = 0  # lines in a row that began without another one's second turn
 
 
@@ -266,6 +266,9 @@ class SessionTable:
         branch.intervals = branch.intervals.with_one(now - branch.began_at)
         branch.num_turns += 1
         session.num_lost = 0
+        # The oldest line of a session is its main one: sub-agents that begin beside it must not let it be forgotten.
+        session.branches.remove(branch)
+        session.branches.append(branch)
         branch.began_at = now
         branch.engine = engine
         branch.prompt_tokens = request.prompt_tokens

@@ -59,8 +59,9 @@ def test_a_single_token_has_no_time_per_token() -> None:
 
 
 def test_the_timeline_is_kept() -> None:
-    outcome = read((10.5, text("a") + event(choices=[], timeline={"queued_ms": 1.5, "decode_engine": "engine-0"})))
-    assert outcome.timeline == {"queued_ms": 1.5, "decode_engine": "engine-0"}
+    timeline = {"queued_ms": 1.5, "decode_engine": "engine-0", "cache_miss": {"cause": "evicted", "token": 16}}
+    outcome = read((10.5, text("a") + event(choices=[], timeline=timeline)))
+    assert (outcome.timeline, outcome.error) == (timeline, "")
 
 
 def test_cached_tokens_are_counted_in_each_api() -> None:

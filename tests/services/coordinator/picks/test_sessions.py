@@ -154,6 +154,20 @@ def test_an_id_that_every_request_carries_says_nothing() -> None:
     assert len(mesh.sessions) == sessions.MAX_SESSION_BRANCHES
 
 
+def test_the_main_line_of_a_session_outlives_the_many_that_begin_beside_it() -> None:
+    """Its sub-agents send the same id; a turn of a line that was forgotten went to another engine."""
+    mesh = Mesh()
+    main = mesh.turn(chain((1, LONG)), session=9)
+    assert main is not None
+    for number in range(2 * sessions.MAX_SESSION_BRANCHES):
+        agent = mesh.turn(chain((2 + number, 10)), B, session=9, after=1.0)
+        mesh.turn(chain((2 + number, 14)), B, session=9, after=1.0)
+        turn = mesh.turn(chain((1, LONG + 4 * (1 + number))), session=9, after=1.0)
+        assert agent is not None
+        assert turn is not None
+        assert turn.branch == main.branch
+
+
 def test_a_branch_leaves_an_earlier_turn_and_is_expected_like_it() -> None:
     mesh = Mesh()
     for count in (LONG, LONG + 4, LONG + 8, LONG + 12):

@@ -192,6 +192,16 @@ class TextEncoder:
         prompt.plain_text_tokens.extend(sorted(rendered.masks.values()))
         return prompt
 
+    def place(self, request: EncodeChatRequest) -> TokenizedPrompt:
+        """Return the ids of a request with the places of its media. Raises ``InvalidArgument``."""
+        assert self._reader is not None, "the caller has asked"
+        ids = list(request.token_ids)
+        try:
+            items = self._reader.items(request.media, request.cache_salt)
+            return self._prompt(lambda: EncodedText(ids, (), 0, 0), request, items)
+        except errors.InvalidArgument as error:
+            raise error.renamed({"messages": "token_ids"}) from None
+
     def decode(self, request: DecodeRequest) -> DecodeResponse:
         """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
         # As in `encode_text`: `decode` would hold the lock.

@@ -124,6 +124,8 @@ class TokenizerServicer(TokenizerServicerBase):
         return response
 
     async def EncodeChat(self, request: EncodeChatRequest, context: _Context) -> EncodeChatResponse:
+        if request.token_ids:
+            return await self._place_media(request)
         if self._renderer is None:
             raise errors.InvalidArgument("This model has no chat template; send a plain prompt instead.", "messages")
         started, size = time.monotonic(), request.ByteSize() + 1
@@ -149,6 +151,20 @@ class TokenizerServicer(TokenizerServicerBase):
         response.prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
         self._metrics.tokens.inc(len(response.prompt.token_ids) or num_ids(response.prompt))
         return response
+
+    async def _place_media(self, request: EncodeChatRequest) -> EncodeChatResponse:
+        """Return the ids of a conversation that was rendered before, with the places of its media."""
+        if self._reader is None or not request.media:
+            raise errors.InvalidArgument("token_ids: this model reads text only, or there is no image", "token_ids")
+        size = request.ByteSize() + 1
+        stage = self._short if size <= SHORT_BYTES else self._long
+        await stage.begin(request.tenant, size)
+        try:
+            run = asyncio.get_running_loop().run_in_executor
+            prompt = await run(self._threads, self._encoder.place, request)
+        finally:
+            stage.end(request.tenant, size)
+        return EncodeChatResponse(prompt=prompt)
 
     async def EncodeTranscript(self, request: EncodeTranscriptRequest, context: _Context) -> EncodeTranscriptResponse:
         if self._transcripts is None:

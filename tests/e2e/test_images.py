@@ -98,6 +98,16 @@ def test_answers_are_those_of_the_whole_model(serve: Any, tmp_path: Path) -> Non
     assert cached >= 32
     assert served.num_encoded() == before, "a second turn computes no row"
 
+    # In three calls, of which the second names the image by its digest alone.
+    chat = {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": _url(one[0])}}, {"type": "text", "text": asked},
+    ]}], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}  # fmt: skip
+    rendered = httpx.post(f"{served.mesh.url}/v1/chat/completions/render", json=chat, timeout=120).json()
+    assert [len(each) for each in rendered["features"]["mm_hashes"].values()] == [1]
+    generated = httpx.post(f"{served.mesh.url}/inference/v1/generate", json=rendered, timeout=120).json()
+    assert generated["choices"][0]["token_ids"] == tokens
+    assert served.num_encoded() == before
+
     # The gateway puts the file at the encoder that has taken the place of the killed one.
     psutil.Process(served.encoder()["pid"]).kill()
     late = [picture(33, 44, 5)]

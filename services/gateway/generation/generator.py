@@ -263,9 +263,12 @@ class Generator:
             return (await encoding).prompt
 
     async def render(self, request: GenerateRequest) -> Prepared:
-        """Return what would be sent to output processors, without sending it. Raises as :meth:`open`."""
+        """Return what would be sent to output processors, without sending it: encoders may forget its images then.
+        Raises as :meth:`open`."""
         await self.wait_limits(request.timeout)  # counts the call until the first engine serves
-        return await self._preparer.prepare(request)
+        with ExitStack() as held:
+            has_media = isinstance(request.prompts, Chat) and bool(request.prompts.media)
+            return await self._preparer.prepare(request, self._hold_media(request, held) if has_media else None)
 
     def limits(self) -> types_pb2.ModelLimits:
         """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""

@@ -204,6 +204,8 @@ class Preparer:
                 chat, rendered = await request.edits.run(chat, encode)
             if packed := rendered.packed_token_ids:
                 await unpack_kept(rendered, keep, request.prompt_field, limits)
+            if request.reasoning_start:
+                rendered.reasoning_start = request.reasoning_start
             prompts = [rendered]
             has_turns = chat.tools_json or chat.has_answers or request.session or is_compared
             if has_turns and keep is None and media is None:
@@ -379,7 +381,7 @@ def _add_media(
 ) -> None:
     from ..records.media import check_items  # here: most requests have none
 
-    check_items(prompt.media, chat.media, limits)
+    check_items(prompt.media, chat.media, limits, chat.places)
     submit.prompt.media.extend(prompt.media)
 
 

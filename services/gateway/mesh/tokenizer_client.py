@@ -169,6 +169,7 @@ class TokenizerClient:
 
         ``media``: its images, in the order of their parts.
         """
+        # Of ids that are known, nothing is rendered; one call does both, because all that follows is the same.
         request = tokenizer_pb2.EncodeChatRequest(
             messages_json=chat.messages_json,
             tools_json=chat.tools_json,
@@ -181,6 +182,7 @@ class TokenizerClient:
             takes_packed_ids=len(chat.messages_json) <= _MAX_PACKED_BYTES,
             tenant=tenant,
             media=media,
+            token_ids=chat.token_ids,
         )
         return self._call("EncodeChat", request)
 

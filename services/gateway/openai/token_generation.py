@@ -2,25 +2,29 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tokenloom.request import errors
+from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import types_pb2
 
 from ..encoding import sse
 from ..encoding.sse import JsonBlocks
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
-from ..openapi.token_schemas import TokenGenerationRequest, TokenSampling
-from ..records.generate_request import GenerateRequest
+from ..openapi.token_schemas import PromptFeatures, TokenGenerationRequest, TokenSampling
+from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, finish_reason, routed_member
 from .body_reader import AnswerOptions, Body, BodyReader, make_generate_request, sampling_params
 from .openai_logprobs import TokenPosition, chat_entry
 
-_OF_THE_MESH = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+if TYPE_CHECKING:
+    from ..records.media import MediaPart
+
+_OF_THE_MESH = ("kv_transfer_params", "ec_transfer_params")
 _WHY = "the mesh places prefill and decode itself, and its engines take KV and rows only from engines of its registry"
 _WITHOUT_EFFECT = ("output_kind", "flat_logprobs", "skip_clone")
 """What vLLM's parameters hold of its Python API."""
@@ -60,9 +64,10 @@ class TokensApi:
         others = [name for name in ("reasoning_parser_kwargs", "token_offsets") if getattr(fields, name) is not None]
         ignored = (*self.reader.ignored(body, TokenGenerationRequest), *others, *unread)
         # Without the prompt, which must not live as long as the answer.
-        kept = msgspec.structs.replace(fields, token_ids=(), sampling_params={})
+        kept = msgspec.structs.replace(fields, token_ids=(), sampling_params={}, content_parts=None)
         options = AnswerOptions.of(inner, sampling, ignored=ignored, request=kept)
-        request = make_generate_request(inner, [fields.token_ids], "token_ids", sampling, tenant)
+        shown = _shown(fields)
+        request = make_generate_request(inner, shown or [fields.token_ids], "token_ids", sampling, tenant)
         if fields.output_mode == "text" and inner.detokenize is False:
             raise errors.InvalidArgument("output_mode text needs detokenize", "output_mode")
         if fields.output_mode == "tokens" and not request.text.stop:
@@ -85,6 +90,58 @@ class TokensApi:
             priority=fields.priority,
             return_token_ids=fields.return_token_ids,
         )
+
+
+def _shown(fields: TokenGenerationRequest) -> Chat | None:
+    """Return a prompt beside images or sounds, whose tokens are known; None: it has none. Raises as
+    :meth:`TokensApi.read`."""
+    features, parts, options = fields.features, fields.content_parts, fields.mm_processor_kwargs
+    if features is not None and parts:
+        raise errors.InvalidArgument("content_parts and features exclude each other", "content_parts")
+    if features is None and not parts:
+        if options:
+            raise errors.InvalidArgument("mm_processor_kwargs needs features or content_parts", "mm_processor_kwargs")
+        return None
+    from ..records.media import read_options, read_part  # here: most prompts have none
+
+    media: list[MediaPart] = []
+    places: list[tuple[int, int]] = []
+    if features is not None:
+        found = sorted(_featured(features), key=lambda each: each[1])
+        media, places = [part for part, _ in found], [place for _, place in found]
+    for index, part in enumerate(parts or ()):
+        url = {} if part.url is None else {part.type: part.url}
+        media.append(read_part(f"content_parts[{index}]", {"type": part.type, "uuid": part.uuid, **url}))
+    if not media:
+        return None
+    ids = narrow_token_ids("token_ids", fields.token_ids)
+    return Chat(b"", media=media, media_options=read_options(options), token_ids=ids, places=places)
+
+
+def _featured(features: PromptFeatures) -> "Iterator[tuple[MediaPart, tuple[int, int]]]":
+    """Yield the images and sounds that are named by their files, and where they stand."""
+    from ..records.media import MODALITIES, MediaPart, read_digest
+
+    for name in ("kwargs_data", "mm_metadata"):
+        held: dict[str, list[Any]] = getattr(features, name) or {}
+        if any(item is not None for items in held.values() for item in items):
+            message = f"features.{name}: what another server's processor made is not taken; send content_parts"
+            raise errors.InvalidArgument(message, f"features.{name}")
+    kinds = {modality: kind for kind, modality in MODALITIES.items()}
+    for modality, hashes in features.mm_hashes.items():
+        field, ranges = f"features.mm_hashes.{modality[:64]}", features.mm_placeholders.get(modality, [])
+        if modality not in kinds:
+            raise errors.InvalidArgument(f"{field}: known are {' and '.join(kinds)}", field)
+        if len(ranges) != len(hashes):
+            message = f"features.mm_placeholders has {len(ranges)} places for {len(hashes)} of {modality}"
+            raise errors.InvalidArgument(message, "features.mm_placeholders")
+        for index, (digest, place) in enumerate(zip(hashes, ranges, strict=True)):
+            where = f"{field}[{index}]"
+            part = MediaPart(where, digest=read_digest(where, digest), kind=kinds[modality])
+            yield part, (place.offset, place.length)
+    if other := sorted(features.mm_placeholders.keys() - features.mm_hashes.keys()):
+        field = f"features.mm_placeholders.{other[0][:64]}"
+        raise errors.InvalidArgument(f"{field} has no mm_hashes", field)
 
 
 class TokensAnswer:

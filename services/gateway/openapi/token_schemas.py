@@ -24,6 +24,7 @@ _MaybeIds = Annotated[
     ),
 ]
 _Null = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
+_NoItems = dict[str, list[Any]] | None
 Model = Annotated[str | None, Meta(description="Name of the served model; null: that model.")]
 
 
@@ -34,6 +35,38 @@ class TokenSampling(CommonFields, frozen=True, kw_only=True):
     output_kind: Any = None
     flat_logprobs: bool | None = None
     skip_clone: bool | None = None
+
+
+class PlaceholderRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an image or a sound stands in a prompt."""
+
+    offset: Annotated[Annotated[int, Meta(ge=0, lt=2**32)], Meta(description="Its first token.")]
+    length: Annotated[
+        Annotated[int, Meta(ge=1, lt=2**32)], Meta(description="Tokens up to its last one, those between its rows too.")
+    ]
+
+
+class PromptFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names the images (`image`) or sounds (`audio`) of a prompt by their files, as render does."""
+
+    mm_hashes: Annotated[
+        dict[str, list[str]], Meta(description="SHA-256 of each file, of this key's earlier requests, in hexadecimal.")
+    ]
+    mm_placeholders: Annotated[dict[str, list[PlaceholderRange]], Meta(description="As many places for each kind.")]
+    kwargs_data: Annotated[
+        _NoItems, Meta(description="Null, also for each item: no tensors of another server's processor.")
+    ] = None
+    mm_metadata: Annotated[_NoItems, Meta(description="As kwargs_data.")] = None
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image or a sound of a prompt."""
+
+    type: Annotated[Literal["image_url", "audio_url"], Meta(description="What it is.")]
+    url: Annotated[str | None, Meta(description="A data: URL, or an address that an encoder fetches.")] = None
+    uuid: Annotated[str | None, Meta(description="Its name in later requests, or of an earlier one without url.")] = (
+        None
+    )
 
 
 class TokenGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +103,16 @@ class TokenGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any] | None, Meta(description="Of no effect: reasoning_ended and the tokens say it.")
     ] = None
     token_offsets: Annotated[Any, Meta(description="Of no effect.", extra_json_schema={})] = None
-    features: Annotated[_Null, Meta(description="Only null: images are sent in chats.")] = None
-    content_parts: Annotated[_Null, Meta(description="Only null, as features.")] = None
+    features: Annotated[
+        PromptFeatures | None, Meta(description="The images and sounds of the prompt, by files that were sent before.")
+    ] = None
+    content_parts: Annotated[
+        list[ContentPart] | None,
+        Meta(description="The images and sounds of the prompt, in its order; excludes features."),
+    ] = None
+    mm_processor_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="Options of their processor, as in the chat that was rendered.")
+    ] = None
     kv_transfer_params: Annotated[
         _Null, Meta(description="Only null: the mesh places prefill and decode, and moves KV between its own engines.")
     ] = None

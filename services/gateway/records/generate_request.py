@@ -37,6 +37,11 @@ class Chat:
     """Its images, in the order of their parts in the messages."""
     media_options: bytes = b""
     """The client's options of the image processor, as canonical JSON; empty: it sets none."""
+    token_ids: Sequence[int] = ()
+    """The tokens that a tokenizer has rendered before, in which only ``media`` are placed; empty: render the turns."""
+    places: Sequence[tuple[int, int]] = ()
+    """For each of ``media`` of such tokens, where the client says that it stands: the first token and how many; empty:
+    it does not say."""
 
 
 Encode = Callable[[Chat], Awaitable[tokenizer_pb2.TokenizedPrompt]]

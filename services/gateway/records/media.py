@@ -102,6 +102,11 @@ class HeldFiles:
 _DETAILS = ("auto", "low", "high")
 _FORMATS = ("wav", "mp3", "flac", "m4a", "mp4", "mpeg", "mpga", "ogg", "oga", "opus", "webm", "aac")
 _SOUND_PARTS = ("input_audio", "audio_url")
+MODALITIES: Mapping[types_pb2.MediaKind, str] = {
+    types_pb2.MEDIA_KIND_IMAGE: "image",
+    types_pb2.MEDIA_KIND_AUDIO: "audio",
+}
+"""What vLLM's endpoints call each kind."""
 _NOUNS: Mapping[types_pb2.MediaKind, str] = {
     types_pb2.MEDIA_KIND_IMAGE: "image",
     types_pb2.MEDIA_KIND_AUDIO: "sound",
@@ -221,11 +226,11 @@ def _read_url(where: str, value: object, name: str, kind: types_pb2.MediaKind) -
         raise InvalidArgument(f"{where} must be {noun}, and not of the type {found[:64]!r}", where)
     rest = value[head.end() :]
     if head[2].lower() == "sha256":
-        return MediaPart(where, digest=_read_digest(where, rest), name=name, kind=kind)
+        return MediaPart(where, digest=read_digest(where, rest), name=name, kind=kind)
     return MediaPart(where, ClientFile.of(_decode(where, rest, noun_of(kind))), name=name, kind=kind)
 
 
-def _read_digest(where: str, text: str) -> bytes:
+def read_digest(where: str, text: str) -> bytes:
     try:
         digest = bytes.fromhex(text)
     except ValueError:
@@ -356,16 +361,29 @@ def check_parts(parts: Sequence[MediaPart], limits: types_pb2.ModelLimits | None
             raise InvalidArgument(f"{field}: a prompt may have {most} {noun_of(kind)}s, not {len(own)}", field)
 
 
+def place_of(item: types_pb2.MediaItem) -> tuple[int, int]:
+    """Return the first token of an item, and how many there are up to its last one, those between its rows included."""
+    first, last = item.runs[0], item.runs[-1]
+    return first.position, last.position + last.num_tokens - first.position
+
+
 def check_items(
-    items: Sequence[types_pb2.MediaItem], parts: Sequence[MediaPart], limits: types_pb2.ModelLimits
+    items: Sequence[types_pb2.MediaItem],
+    parts: Sequence[MediaPart],
+    limits: types_pb2.ModelLimits,
+    places: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Refuse images and sounds with more rows than an engine computes. Raises ``InvalidArgument``; ``Internal`` if the
-    tokenizer has not placed all of them."""
+    """Refuse images and sounds with more rows than an engine computes, or that stand elsewhere than at the client's
+    ``places``. Raises ``InvalidArgument``; ``Internal`` if the tokenizer has not placed all of them."""
     if len(items) != len(parts):
         raise Internal("the tokenizer has not placed all images and sounds")
     for item, part in zip(items, parts, strict=True):
         if limits.max_media_rows and item.num_rows > limits.max_media_rows:
             message = f"it makes {item.num_rows} tokens; at most {limits.max_media_rows} are served"
+            raise InvalidArgument(f"{part.field}: {message}", part.field)
+    for item, part, place in zip(items, parts, places, strict=bool(places)):
+        if place != (found := place_of(item)):
+            message = f"it is at {place[0]}, of {place[1]} tokens, but the prompt has it at {found[0]}, of {found[1]}"
             raise InvalidArgument(f"{part.field}: {message}", part.field)
 
 

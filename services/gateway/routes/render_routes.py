@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from tokenloom.request import errors
 from tokenloom.request.narrowing import ALL_LOGPROBS
 from tokenloom.request.sampling_params import SamplingFields
@@ -84,7 +86,8 @@ class RenderEndpoint:
             "cache_salt": request.own_salt or None,
             "priority": request.priority,
             "reasoning_ended": _reasoning_ended(submit, prepared),
-            **dict.fromkeys(("reasoning_parser_kwargs", "token_offsets", "features", "content_parts")),
+            **_media_members(request, submit),
+            **dict.fromkeys(("reasoning_parser_kwargs", "token_offsets", "content_parts")),
             **dict.fromkeys(("kv_transfer_params", "ec_transfer_params")),
         }
 
@@ -121,11 +124,27 @@ def _check(request: GenerateRequest) -> None:
     if request.echo:
         raise errors.InvalidArgument("echo is not rendered: the answer in tokens has no prompt", "echo")
     field = request.prompt_field
-    if isinstance(request.prompts, Chat):
-        if request.prompts.media:
-            raise errors.InvalidArgument(f"{field}: images and sounds are not rendered; send text", field)
-    elif not all(isinstance(prompt, str | list) for prompt in request.prompts):
+    if not isinstance(request.prompts, Chat) and not all(isinstance(prompt, str | list) for prompt in request.prompts):
         raise errors.InvalidArgument(f"{field} has no token ids to render", field)
+
+
+def _media_members(request: GenerateRequest, submit: output_processor_pb2.Submit) -> dict[str, object]:
+    """Return the member that names the images and sounds of a prompt by their files, and says where they stand."""
+    items = submit.prompt.media
+    if not items:
+        return {"features": None}
+    from ..records.media import MODALITIES, OPTIONS_FIELD, place_of  # here: most requests have none
+
+    hashes: dict[str, list[str]] = {}
+    places: dict[str, list[dict[str, int]]] = {}
+    for item in items:
+        modality, (offset, length) = MODALITIES[item.kind], place_of(item)
+        hashes.setdefault(modality, []).append(item.digest.hex())
+        places.setdefault(modality, []).append({"offset": offset, "length": length})
+    features = {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": None, "mm_metadata": None}
+    assert isinstance(request.prompts, Chat)
+    options = request.prompts.media_options
+    return {"features": features} | ({OPTIONS_FIELD: msgspec.json.decode(options)} if options else {})
 
 
 def _reasoning_ended(submit: output_processor_pb2.Submit, prepared: Prepared) -> bool | None:

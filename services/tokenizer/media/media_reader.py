@@ -165,17 +165,29 @@ class MediaReader:
             )
         written, items = [pieces[0]], []
         for index, (image, piece) in enumerate(zip(media, pieces[1:], strict=True)):
-            size = self._size(index, image)
-            try:
-                text = self.family.text(size, len(media))
-            except ValueError as error:
-                raise self._refused(index, str(error)) from None
-            if not text.text.count(self.family.token):
-                length = f"{image.samples} samples" if image.samples else f"{image.width} x {image.height}"
-                raise self._refused(index, f"its size of {length} leaves no rows")
+            text = self._text(index, image, len(media))
             items.append(self._item(image, text, index, len(media), salt))
             written += text.text, piece
         return "".join(written), items
+
+    def items(self, media: Sequence[MediaSize], salt: bytes = b"") -> list[MediaItem]:
+        """Return what :meth:`expand` does for media of a conversation whose tokens are known. Raises as it does."""
+        count = len(media)
+        return [
+            self._item(image, self._text(index, image, count), index, count, salt) for index, image in enumerate(media)
+        ]
+
+    def _text(self, index: int, image: MediaSize, count: int) -> MediaText:
+        """Return the tokens of one of ``count`` images or sounds, as text."""
+        size = self._size(index, image)
+        try:
+            text = self.family.text(size, count)
+        except ValueError as error:
+            raise self._refused(index, str(error)) from None
+        if not text.text.count(self.family.token):
+            length = f"{image.samples} samples" if image.samples else f"{image.width} x {image.height}"
+            raise self._refused(index, f"its size of {length} leaves no rows")
+        return text
 
     def place(self, items: Sequence[MediaItem], token_ids: list[int]) -> None:
         """Give items the runs of their tokens in a prompt; ids that the model has not become 0 there. Raises
@@ -184,7 +196,9 @@ class MediaReader:
         places = [position for position, each in enumerate(token_ids) if each == token_id]
         if len(places) != sum(item.num_rows for item in items):
             raise InvalidArgument(
-                f"messages: the tokenizer does not write one token for each row of the {self._name}s", "messages"
+                f"messages: there are {len(places)} tokens {self.family.token} for "
+                f"{sum(item.num_rows for item in items)} rows of the {self._name}s; each row takes one",
+                "messages",
             )
         taken = 0
         for item in items:

@@ -88,7 +88,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
         await self._count(context)
         self.chats.append(request)
-        prompt = self._prompt(request.messages_json, request)
+        prompt = self._prompt(bytes(request.token_ids) or request.messages_json, request)
         for index, size in enumerate(request.media):  # two tokens each, from the beginning
             run = types_pb2.MediaRun(position=2 * index, num_tokens=2)
             prompt.media.add(

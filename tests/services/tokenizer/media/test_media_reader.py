@@ -240,6 +240,24 @@ def test_block_hashes_are_those_of_keys_and_not_of_placeholders_alone(tmp_path: 
     assert list(one.block_hash_prefixes) == prefix_hashes(one.token_ids, 16, b"", tokens)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_that_are_known_get_the_same_items(name: str, tmp_path: Path) -> None:
+    """As a chat that was rendered before is sent again in tokens."""
+    reader = reader_of(name, tmp_path)
+    media, mark, salt = [image(200, 120), image(60, 300)], reader.family.mark, b"salt"
+    expected = encode(reader, f"a{mark}b{mark}c", media, want_hashes=True, cache_salt=salt)
+    encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, reader=reader)
+    ids = list(expected.token_ids)
+    request = EncodeChatRequest(media=media, want_hashes=True, cache_salt=salt, token_ids=ids)
+    assert encoder.place(request) == expected
+    for wrong in ([*ids, reader.token_id], [each for each in ids if each != reader.token_id]):
+        del request.token_ids[:]
+        request.token_ids.extend(wrong)
+        with pytest.raises(InvalidArgument, match="each row takes one") as caught:
+            encoder.place(request)
+        assert caught.value.field == "token_ids"
+
+
 def test_marks_in_clients_texts_are_plain_text(tmp_path: Path) -> None:
     reader, mask = reader_of(PLAIN, tmp_path), "\U00100000"
     encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, reader=reader)

@@ -50,7 +50,7 @@ class OnHost:
 
 def tensors_of(model: LanguageModel) -> list[Tensor]:
     """Return every tensor that the parts of a model hold, each once, but none that oneDNN packed: it is on the host."""
-    found = _walk(model, set())
+    found = _walk(vars(model), {id(model)})  # which a plugin's own class may be
     return list({id(tensor): tensor for tensor in found if not tensor.is_mkldnn and not tensor.is_meta}.values())
 
 

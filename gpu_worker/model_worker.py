@@ -33,6 +33,7 @@ from .batch.input_batch import InputBatch
 from .checkpoint.draft_config import read_eagle3
 from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
+from .checkpoint.served_how import check_decoder, chosen_impl
 from .device.cpu_watch import bind_to
 from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
@@ -85,6 +86,11 @@ def _plugged_backend(config: EngineConfig) -> MakeBackend | None:
     return found
 
 
+def _with_impl(numerics: str, impl: str) -> str:
+    """Return ``numerics`` with the plugin that computes the model: a package may have several for a checkpoint."""
+    return f"{numerics}/{impl}" if ":" in impl else numerics
+
+
 class ModelWorker:
     """Fulfils :class:`tokenloom.engine_core.executor.worker.Worker`."""
 
@@ -134,12 +140,15 @@ class ModelWorker:
             device=self._device,
             ops=make_ops("auto" if self._plugged_backend else self._attention, self._device),
             quantization=config.quantization,
-            model_impl=config.model_impl,
+            model_impl=chosen_impl(self._config),
             max_model_len=self._config.max_model_len,
             ranks=self._ranks,
             load_format=config.load_format,
             plugins=self._config.plugins,
         )
+        if ":" in loader.model_impl:
+            # What no check before the start knows, because only a worker imports the plugin.
+            check_decoder(self._config, replace(loader, ranks=ONLY_RANK).read_config(Path(config.model)))
         if self._config.cache.dtype != "auto":
             check_kv_dtype(loader.read_config(Path(config.model)), self._config.cache.dtype)
         if config.batch_invariant:
@@ -183,7 +192,10 @@ class ModelWorker:
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
             state_bytes=model_config.state_bytes,
             state_chunk=model_config.states.chunk if model_config.states else 1,
-            numerics=numerics_of(model_config, self._platform, self._attention_name(self._backend), library, place),
+            numerics=_with_impl(
+                numerics_of(model_config, self._platform, self._attention_name(self._backend), library, place),
+                loader.model_impl,
+            ),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
             pool_is_on_host=self._platform.pool_is_on_host,

@@ -82,7 +82,7 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
-ModelImpl = Literal["auto", "native", "transformers"]
+MODEL_IMPLS = ("auto", "native", "transformers")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "reference")
 DEVICES = ("auto", "cpu", "cuda", "xpu")
@@ -121,10 +121,12 @@ class WorkerConfig(Struct, frozen=True):
         "bits by groups of 32 inputs, those of the output layer to 8 bits.",
     ] = None
     model_impl: Annotated[
-        ModelImpl,
+        str,
         "Which code computes the model: native: the architectures that are built in; transformers: the modules of that "
-        "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
-        "asks for are built in, otherwise transformers.",
+        "library over the paged KV cache; a plugin that adds an architecture, as PACKAGE:CLASS; auto: native where the "
+        "architecture and the features that its configuration asks for are built in, otherwise a plugin that adds the "
+        "class, otherwise transformers.",
+        Meta(extra=plugged("model_architectures", MODEL_IMPLS)),
     ] = "auto"
     load_format: Annotated[
         str,
@@ -455,6 +457,7 @@ class EngineConfig(Struct, frozen=True):
             device=self.worker.device,
             attention_backend=self.worker.attention_backend,
             load_format=self.worker.load_format,
+            model_impl=self.worker.model_impl,
             distributed_executor_backend=self.parallel.distributed_executor_backend,
             structured_outputs_backend=self.structured_output.backend if self.structured_output else "auto",
         )

@@ -1,5 +1,7 @@
 """One small plugin of each kind for Tokenloom."""
 
+import json
+
 
 class Chorus:
     """Lets every n-th token of an output be a given one: {"chorus_token_id": 5, "chorus_every": 4}."""
@@ -117,5 +119,32 @@ def tenant_of(key):
     team, _, secret = key.partition(".")
     return team if team.startswith("team-") and secret == "x1y2" else None
 
+
+def tgi(gateway):
+    """Offer /generate as text-generation-inference has it, by the gateway's own /v1/completions."""
+    from tokenloom.request.errors import InvalidArgument
+
+    async def generate(exchange):
+        with await exchange.read_body(1 << 20) as received:
+            asked = json.loads(received.data)
+        if not isinstance(asked, dict) or not isinstance(asked.get("inputs"), str):
+            raise InvalidArgument("inputs must be a text", "inputs")
+        body = {"prompt": asked["inputs"], "max_tokens": asked.get("max_new_tokens", 20)}
+        with exchange.until_disconnected():
+            done = await gateway.calls.post("/v1/completions", json.dumps(body).encode(), exchange.tenant)
+        if done.status == 200:
+            done.body = json.dumps({"generated_text": json.loads(done.body)["choices"][0]["text"]}).encode()
+        await exchange.respond(done.status, done.body)
+
+    return {("POST", "/generate"): generate}
+
+
+# A class of models that Qwen3's layers compute, whose files have other names for some entries and tensors.
+BIRCH = {
+    "like": "Qwen3ForCausalLM",
+    "entries": {"width": "hidden_size", "depth": "num_hidden_layers"},
+    "defaults": {"attention_bias": False},
+    "tensors": {"trunk.": "model.", ".attention.": ".self_attn."},
+}
 
 SHOUT = "{% for message in messages %}{{ message.content | upper }}\n{% endfor %}"

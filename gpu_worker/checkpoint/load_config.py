@@ -3,9 +3,10 @@ transformers. Nothing here imports torch: the checks before a start read the sam
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
@@ -33,16 +34,21 @@ _DTYPES: dict[str, DtypeName] = {name: name for name in get_args(DtypeName)}
 
 
 def load_model_config(
-    path: Path, dtype: str = "auto", quantization: str | None = None, max_model_len: int | None = None
+    path: Path,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    max_model_len: int | None = None,
+    entries: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Read the configuration of the checkpoint ``path``, a directory or a GGUF file.
 
     ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 if that is float16), ``float32`` or
     ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. ``max_model_len`` is the longest request that
-    the engine's options allow, None if they state none: a model with long or dynamic rope rotates by it. Raises
-    ``ValueError`` naming what is wrong or not supported in the configuration.
+    the engine's options allow, None if they state none: a model with long or dynamic rope rotates by it. ``entries``:
+    what a plugin makes of those of the file; None: the file's own. Raises ``ValueError`` naming what is wrong or not
+    supported in the configuration.
     """
-    reader = _reader(path)
+    reader = _reader(path, entries)
     family, has_class_head, is_backbone = _family(reader)
     if reader.take(IS_CAUSAL, True) is not True:
         raise reader.error(IS_CAUSAL, "must be true: only models that embed let tokens attend to later ones")
@@ -61,7 +67,7 @@ def load_model_config(
         scheme=scheme,
         has_class_head=has_class_head,
         has_output=not is_backbone and not _lacks_output(path, config),
-        media=None if is_gguf(path) else read_media(path),
+        media=None if is_gguf(path) or entries is not None else read_media(path),
     )
 
 
@@ -73,7 +79,9 @@ def read_dtype(path: Path, dtype: str) -> DtypeName:
     return _dtype(_reader(path), path, dtype)
 
 
-def _reader(path: Path) -> ConfigReader:
+def _reader(path: Path, entries: Mapping[str, Any] | None = None) -> ConfigReader:
+    if entries is not None:
+        return ConfigReader.of_model(entries, str(path / "config.json"))
     return ConfigReader.of_model(gguf_config(path), str(path)) if is_gguf(path) else ConfigReader.open(path)
 
 
@@ -128,9 +136,10 @@ def _declared_dtype(reader: ConfigReader, path: Path) -> str:
     return str(reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path))
 
 
-def note_precision(path: Path, dtype: str) -> None:
-    """Report the fall-back of a directory or GGUF file that is computed with less precision than its numbers have."""
-    reader = _reader(path)
+def note_precision(path: Path, dtype: str, entries: Mapping[str, Any] | None = None) -> None:
+    """Report the fall-back of a directory or GGUF file that is computed with less precision than its numbers have.
+    ``entries`` as in :func:`load_model_config`."""
+    reader = _reader(path, entries)
     if dtype == "auto" and _declared_dtype(reader, path) == "float16":
         OF_PROCESS.begin(
             "less_precision",

@@ -9,6 +9,7 @@ To add to what is served:
 - A quantization method: ``quantization.entries`` says how. An architecture of GGUF: ``gguf.config``.
 - A refusal: ``reader.error`` or ``reader.unsupported`` where the entry is read, so that no option or class escapes it.
   ``unsupported`` leaves the model to transformers' modules where their class reads the entry.
+- A class outside of this tree: a plugin (``docs/use/plugins.md``). Only the engine imports it; here its name is known.
 - What transformers' modules serve is data: ``transformers_types.json``, written by ``make models-docs`` for the
   installed version. Another version is not known here: the answer is ``untried``, and the engine decides.
 """
@@ -24,6 +25,7 @@ from typing import Any, Literal, TypedDict
 from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.model_files.sentence_texts import read_sentence_texts
+from tokenloom.process.plugins import find_package
 
 from ..parallel.sharding import RankPlace, place_of
 from .draft_config import mtp_names, read_eagle3
@@ -35,6 +37,7 @@ from .files.config_reader import (
     brief,
     causal_classes,
     is_class_of_transformers,
+    listed_classes,
     read_media,
     read_wrapper,
     stored_names,
@@ -56,8 +59,9 @@ from .model_config import ModelConfig
 from .quantization.entries import ENTRY, scheme_for_modules
 from .rope_config import LENGTHS, ROPES, longest_context
 
-By = Literal["built in", "encoder", "transformers"]
-"""What computes a checkpoint: the built-in decoders, an encoder, or transformers' modules over the KV cache."""
+By = Literal["built in", "encoder", "transformers", "plugin"]
+"""What computes a checkpoint: the built-in decoders, an encoder, transformers' modules over the KV cache, or a plugin
+that says how its class is read."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class ServedHow:
 
     by: By
     config: ModelConfig | EncoderConfig | None = None
-    """What the built-in code reads; None: transformers' modules compute it."""
+    """What the built-in code reads; None: transformers' modules compute it, or only the engine reads it, by a
+    plugin."""
     lack: UnsupportedError | None = None
     """What the built-in code lacks, though it has the class."""
     is_tried: bool = True
@@ -75,7 +80,11 @@ class ServedHow:
     """The tokens of a chunk of the layers that keep a state between tokens; 0: none does, or only the engine knows."""
 
 
-_UNORDERED = {"encoder": "encoders", "transformers": "transformers' modules, which compute this model,"}
+_UNORDERED = {
+    "encoder": "encoders",
+    "transformers": "transformers' modules, which compute this model,",
+    "plugin": "architectures of plugins may",
+}
 
 
 def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
@@ -90,12 +99,15 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
     check_options(config)
     config.check_core_place(has_waves=False)  # the model's experts come below
-    found = choose(path, worker.dtype, worker.quantization, worker.model_impl, config.max_model_len)
+    impl = chosen_impl(config)
+    if ":" in impl:
+        _check_plugged(config, impl)
+    found = choose(path, worker.dtype, worker.quantization, impl, config.max_model_len)
     if not is_gguf(path) and (name := read_wrapper(path)) is not None and not worker.language_model_only:
         _check_media(path, name, found, spreads_context=place_of(config.parallel).spreads_context)
     if worker.load_format == "dummy":
         check_dummy(path, found)
-    elif worker.load_format != "auto" and (is_gguf(path) or found.by != "built in"):
+    elif worker.load_format != "auto" and (is_gguf(path) or found.by not in ("built in", "plugin")):
         raise ValueError(
             f"load_format {worker.load_format} reads weights for the built-in architectures of a directory with "
             f"config.json; {path} is a GGUF file, an encoder, or transformers' modules compute it"
@@ -128,17 +140,15 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         return found
     if config.lora.enable and (found.by == "encoder" or _is_gpt2(found.config)):
         raise ValueError(f"{NO_ADAPTERS}; its architecture is not supported")
+    if found.by == "plugin":
+        return found
     if found.by == "encoder":
         check_parts(found.config if isinstance(found.config, EncoderConfig) else None, place, read_model(path)[0])
     if found.config is None:
         _check_module_encoder(path, config.max_model_len)
         return found
     if isinstance(found.config, ModelConfig):
-        config.check_core_place(has_waves=bool(config.parallel.group_id) and found.config.experts is not None)
-        local_config(found.config, place)
-        check_kv_dtype(found.config, config.cache.dtype)
-        check_chunks(found.config, config.cache.block_size)
-        config.check_states(found.state_chunk)
+        check_decoder(config, found.config)
         if found.config.cross_rows:
             config.check_cross()
             if has_gpu and worker.device != "cpu":
@@ -147,8 +157,60 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
                 )
         if worker.batch_invariant:
             check_batch_invariant(config, found.config)
-    _check_context(config.max_model_len, found.config.max_model_len)
+    else:
+        _check_context(config.max_model_len, found.config.max_model_len)
     return found
+
+
+def check_decoder(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ``ValueError`` naming an option that a decoder, whole, does not have."""
+    config.check_core_place(has_waves=bool(config.parallel.group_id) and model.experts is not None)
+    local_config(model, place_of(config.parallel))
+    check_kv_dtype(model, config.cache.dtype)
+    check_chunks(model, config.cache.block_size)
+    config.check_states(0 if model.states is None else model.states.chunk)
+    _check_context(config.max_model_len, model.max_model_len)
+
+
+def chosen_impl(config: EngineConfig) -> str:
+    """Return ``model_impl`` of an engine, with a plugin in the place of ``auto`` if one of its packages declares the
+    class that the checkpoint names, and nothing built in has that. No plugin is imported. Raises ``ValueError``."""
+    worker, path = config.worker, Path(config.worker.model)
+    if worker.model_impl != "auto" or not config.plugins or is_gguf(path):
+        return worker.model_impl
+    names = listed_classes(path)
+    if not BUILT_IN.isdisjoint(names):
+        return "auto"
+    points = [(name, point.name) for name in config.plugins for point in find_package(name).of_kind(_PLUGGED)]
+    found = [f"{package}:{name}" for package, name in points if name in names]
+    if len(found) > 1:
+        raise ValueError(f"the plugins {' and '.join(found)} both compute {path}: name one of them with --model-impl")
+    return found[0] if found else "auto"
+
+
+_PLUGGED = "model_architectures"
+
+
+def names_class(path: Path, impl: str) -> bool:
+    """Return whether a checkpoint is of the class that a plugin ``PACKAGE:CLASS`` declares."""
+    return not is_gguf(path) and impl.partition(":")[2] in listed_classes(path)
+
+
+def _check_plugged(config: EngineConfig, impl: str) -> None:
+    """Raise ``ValueError`` if a plugin does not declare the checkpoint's class, or for what no such class has."""
+    path, speculative = Path(config.worker.model), config.speculative
+    if not names_class(path, impl):
+        found = "a GGUF file" if is_gguf(path) else f"of the class {', '.join(listed_classes(path)) or 'of no name'}"
+        raise ValueError(f"model_impl: {impl} computes {impl.partition(':')[2]}, and {path} is {found}; choose auto")
+    if config.worker.load_format == "dummy":
+        raise ValueError(f"load_format dummy makes weights for the built-in architectures; {impl} computes {path}")
+    if config.lora.enable:
+        raise ValueError(f"enable_lora: adapters name the layers of built-in architectures, and {impl} has its own")
+    if speculative is not None and speculative.method not in ("ngram", "suffix", "draft_model"):
+        raise ValueError(
+            f"speculative_config: the method {speculative.method} reads layers of built-in architectures, and {impl} "
+            "has its own: choose ngram, suffix or draft_model"
+        )
 
 
 def _is_gpt2(config: object) -> bool:
@@ -202,6 +264,10 @@ def choose(
     """Return what computes a checkpoint, as far as its configuration says; the arguments are those of
     :func:`~..models.architectures.load_model`. Raises ``ValueError``."""
     check_quantization(quantization)
+    if ":" in model_impl:
+        if names_class(path, model_impl):
+            return ServedHow("plugin")
+        model_impl = "auto"  # a checkpoint of another class, which drafts
     name, values = read_model(path)
     if is_gguf(path) and model_impl == "transformers" and name in BUILT_IN:
         raise ValueError(f"{path}: transformers' modules read no GGUF file of {name}; choose model_impl auto")

@@ -183,7 +183,7 @@ class Checkpoint:
         self.balancer = ranks.balancer
         self.dtype = dtype
         self.device = device
-        self._source = source or _open(path, scheme)
+        self._source = source or open_files(path, scheme)
         names = self._source.names
         # Base classes, such as Qwen3Model, save their tensors without the name that a class with a head gives them.
         self._is_headless = f"{_BASE}embed_tokens.weight" not in names and "embed_tokens.weight" in names
@@ -345,12 +345,47 @@ class Checkpoint:
         return stored
 
 
+class RenamedSource:
+    """Gives the tensors of another source the names of a built-in class."""
+
+    def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
+        """``names``: what stands in the place of each part of a name, one after the other. Raises ``ValueError`` if two
+        tensors get one name."""
+        self._source = source
+        self._stored: dict[str, str] = {}
+        for stored in source.names:
+            plain = stored
+            for part, built_in in names.items():
+                plain = plain.replace(part, built_in)
+            if (other := self._stored.setdefault(plain, stored)) != stored:
+                raise ValueError(f"a plugin gives the tensors {other} and {stored} one name, {plain}")
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._stored.keys()
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        return self._source.views
+
+    @property
+    def described_by(self) -> str:
+        return self._source.described_by
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
+        return self._source.read(self._stored[name], shape)
+
+    def close(self) -> None:
+        self._source.close()
+
+
 def indices(dimension: Dimension) -> Tensor | None:
     """Return which entries of a dimension this rank has; None: all."""
     return None if isinstance(dimension, int) else take_part(torch.arange(total(dimension)), (dimension,))
 
 
-def _open(path: Path, scheme: Scheme | None) -> WeightSource:
+def open_files(path: Path, scheme: Scheme | None) -> WeightSource:
+    """Return what has the tensors of a checkpoint's files, in the formats that are built in."""
     return GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)
 
 

@@ -1,25 +1,27 @@
 """Loads a checkpoint with the model class of its architecture."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import msgspec
 import torch
 
 from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.process.plugins import load
 
 from ..checkpoint.directory_source import DummySource
-from ..checkpoint.files.config_reader import UnsupportedError
-from ..checkpoint.files.supported import LEARNED_POSITIONS
+from ..checkpoint.files.config_reader import UnsupportedError, config_entries
+from ..checkpoint.files.supported import ARCHITECTURES, LEARNED_POSITIONS
 from ..checkpoint.gguf.config import described_by, read_model
-from ..checkpoint.load_config import note_precision, read_dtype
+from ..checkpoint.load_config import load_model_config, note_precision, read_dtype
 from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.quantization.entries import Fp8
-from ..checkpoint.served_how import ServedHow, check_dummy, choose
-from ..checkpoint.weights import Adapt, Checkpoint, WeightSource
+from ..checkpoint.served_how import ServedHow, check_dummy, choose, names_class
+from ..checkpoint.weights import Adapt, Checkpoint, RenamedSource, WeightSource, open_files
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
 from ..layers.linear import report_share
@@ -37,6 +39,50 @@ _PRODUCTS = {
     torch.float32: ("floats",),
 }
 """The kernels with which layers multiply, by the dtype of the weights."""
+
+
+MakeModel = Callable[[Checkpoint, ModelConfig, Ops, torch.device, Stage | None], LanguageModel]
+
+
+class PluggedArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plugin of the kind ``model_architectures`` is: it says as which built-in class its own is read."""
+
+    like: str
+    """The built-in class whose entries and tensors a checkpoint has, under other names."""
+    entries: dict[str, str] = {}
+    """What that class calls entries of ``config.json``, by the names that a checkpoint has for them."""
+    defaults: dict[str, Any] = {}
+    """Entries of that class that a checkpoint does not state."""
+    tensors: dict[str, str] = {}
+    """What stands in that class's names of tensors for parts of a checkpoint's names, one after the other."""
+    model: Any = None
+    """A :data:`MakeModel` that computes it, such as a class derived from :class:`DecoderModel`; None: the built-in
+    class does."""
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the entries of a checkpoint as those of the built-in class. Raises ``ValueError``."""
+        # Another type, or code in the checkpoint, would stand for another class.
+        values = {name: value for name, value in config_entries(path).items() if name not in ("model_type", "auto_map")}
+        renamed = {self.entries.get(name, name): value for name, value in values.items()}
+        if len(renamed) < len(values):
+            names = [name for name, other in self.entries.items() if name in values and other in values]
+            raise ValueError(f"{path / 'config.json'}: {names or list(self.entries)} state an entry twice")
+        return self.defaults | renamed | {"architectures": [self.like]}
+
+
+def plugged_architecture(impl: str, plugins: Sequence[str]) -> PluggedArchitecture:
+    """Import a plugin ``PACKAGE:CLASS``. Raises ``ValueError`` if it says nothing of the kind."""
+    value = load("model_architectures", impl, plugins)
+    about = f"the plugin {impl} (model_architectures)"
+    try:
+        found = value if isinstance(value, PluggedArchitecture) else msgspec.convert(value, PluggedArchitecture)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{about} is no architecture: {error}") from None
+    if ARCHITECTURES.get(found.like) in (None, "whisper"):
+        raise ValueError(f"{about}: like must be one of {', '.join(ARCHITECTURES)}, not {found.like!r:.80}")
+    if found.model is not None and not callable(found.model):
+        raise ValueError(f"{about}: model must make a model of a checkpoint, and cannot be called")
+    return found
 
 
 def load_model(
@@ -60,10 +106,11 @@ def load_model(
     ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
-    found = _choose(path, dtype, quantization, model_impl, max_model_len)
+    found = _choose(path, dtype, quantization, model_impl, max_model_len, plugins)
+    plugged = plugged_architecture(model_impl, plugins) if found.by == "plugin" else None
     if load_format == "dummy":
         check_dummy(path, found)
-    note_precision(path, dtype)
+    note_precision(path, dtype, None if plugged is None else plugged.read(path))
     if not isinstance(found.config, ModelConfig):
         modules = _transformers(path, found.lack).TransformersModel
         options = (device, ops or TorchOps(), quantization, max_model_len, ranks, adapt)
@@ -74,13 +121,15 @@ def load_model(
     if config.shard.spreads_context:
         states = None if ops is None or config.states is None else ops.states
         ops = TorchOps(config.num_kv_heads, states)  # the kernels write keys and values where they rotate them
-    source = find_source(path, config, device, load_format, plugins)
+    source = find_source(path, config, device, load_format, plugins, plugged)
     stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
         model: LanguageModel
-        if config.family in LEARNED_POSITIONS:
+        if plugged is not None and plugged.model is not None:
+            model = _made(model_impl, lambda: plugged.model(checkpoint, config, ops or TorchOps(), device, stage))
+        elif config.family in LEARNED_POSITIONS:
             model = LearnedPositionsModel(checkpoint, config, ops or TorchOps(), stage)
         else:
             model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)
@@ -91,16 +140,37 @@ def load_model(
     return model
 
 
+def _made(impl: str, make: Callable[[], LanguageModel]) -> LanguageModel:
+    """Return the model that a plugin makes. Raises ``ValueError`` naming it for whatever it raises."""
+    try:
+        return make()
+    except Exception as error:
+        raise ValueError(f"the plugin {impl} (model_architectures): {type(error).__name__}: {error}") from error
+
+
 def find_source(
-    path: Path, config: ModelConfig, device: torch.device, load_format: str, plugins: Sequence[str]
+    path: Path,
+    config: ModelConfig,
+    device: torch.device,
+    load_format: str,
+    plugins: Sequence[str],
+    plugged: PluggedArchitecture | None = None,
 ) -> WeightSource | None:
-    """Return what has the tensors of a checkpoint; None: its files, in the formats that are built in."""
+    """Return what has the tensors of a checkpoint; None: its files, in the formats that are built in. ``plugged``: how
+    it names them; None: as built-in classes do."""
     if load_format == "dummy":
         return DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
+    source: WeightSource | None = None
     if ":" in load_format:
-        source: WeightSource = load("checkpoint_formats", load_format, plugins)(path)
+        source = load("checkpoint_formats", load_format, plugins)(path)
+    if plugged is None or not plugged.tensors:
         return source
-    return None
+    opened = source or open_files(path, config.scheme)
+    try:
+        return RenamedSource(opened, plugged.tensors)
+    except ValueError:
+        opened.close()
+        raise
 
 
 def _kernels(config: ModelConfig) -> list[Variant]:
@@ -117,10 +187,18 @@ def _kernels(config: ModelConfig) -> list[Variant]:
 
 
 def _choose(
-    path: Path, dtype: str, quantization: str | None, model_impl: str, max_model_len: int | None = None
+    path: Path,
+    dtype: str,
+    quantization: str | None,
+    model_impl: str,
+    max_model_len: int | None = None,
+    plugins: Sequence[str] = (),
 ) -> ServedHow:
     """Return what computes a checkpoint of a decoder. Raises ``ValueError``."""
     found = choose(path, dtype, quantization, model_impl, max_model_len)
+    if found.by == "plugin":
+        entries = plugged_architecture(model_impl, plugins).read(path)
+        return replace(found, config=load_model_config(path, dtype, quantization, max_model_len, entries))
     lack = found.lack
     if lack is not None and not found.is_tried and not _transformers(path, lack).reads_entries(path, lack.unread):
         raise lack
@@ -174,7 +252,7 @@ class ModelLoader:
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
-        found = _choose(path, self.dtype, self.quantization, self.model_impl, self.max_model_len)
+        found = self._choose(path)
         if isinstance(found.config, ModelConfig):
             return local_config(found.config, self.ranks.place)
         config: ModelConfig = _transformers(path).read_declared(
@@ -200,12 +278,12 @@ class ModelLoader:
             self.plugins,
         )
 
-    def _by_transformers(self, path: Path) -> bool:
-        return _choose(path, self.dtype, self.quantization, self.model_impl, self.max_model_len).by == "transformers"
+    def _choose(self, path: Path) -> ServedHow:
+        return _choose(path, self.dtype, self.quantization, self.model_impl, self.max_model_len, self.plugins)
 
     def check(self, path: Path) -> None:
         """Raise the errors of :meth:`load` without reading the content of the tensors."""
-        if self._by_transformers(path):
+        if self._choose(path).by == "transformers":
             _transformers(path).check_checkpoint(path, read_dtype(path, self.dtype))
         else:
             meta = torch.device("meta")
@@ -214,13 +292,16 @@ class ModelLoader:
                 self.dtype,
                 meta,
                 quantization=self.quantization,
+                model_impl=self.model_impl,
                 load_format=self.load_format,
                 plugins=self.plugins,
             )
 
     def source(self, path: Path, config: ModelConfig, device: torch.device) -> WeightSource | None:
         """Return what has the tensors of a checkpoint, as :func:`find_source`."""
-        return find_source(path, config, device, self.load_format, self.plugins)
+        is_plugged = ":" in self.model_impl and names_class(path, self.model_impl)
+        plugged = plugged_architecture(self.model_impl, self.plugins) if is_plugged else None
+        return find_source(path, config, device, self.load_format, self.plugins, plugged)
 
     def replace_weights(self, model: LanguageModel, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""

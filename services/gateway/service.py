@@ -23,8 +23,6 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
-from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
-from tokenloom.v1.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from .batches.batches_api import Batches, absent_routes, open_batches
 from .files.sound_uploads import SoundUploads
@@ -32,7 +30,6 @@ from .generation.resumable import UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .grpc.observed_calls import observe_calls
-from .grpc.vllm_servicer import VllmEngineServicer
 from .http.app import App, BrowserGuard, ClientAccess
 from .http.internal_call import InternalCalls
 from .http.request_body import BodyParser
@@ -40,7 +37,6 @@ from .http.response_counts import GRPC, OTHER, ResponseCounts
 from .http.route import Routes
 from .http.server.connections import Connections
 from .http.server.http_server import HttpServer
-from .kserve.kserve_servicer import KServeServicer
 from .mesh.engine_calls import EngineCalls
 from .metrics.gateway_metrics import count_moved
 from .metrics.usage_counts import AdapterUsage, KeyUsage
@@ -54,6 +50,7 @@ from .routes.admin_routes import AdminRoutes, request_routes
 from .routes.api_routes import ERROR_FORMS, READ_FIELDS, api_routes, status_routes, transcription_routes
 from .routes.lora_routes import LoraRoutes
 from .routes.models_routes import ModelsRoutes
+from .serving.fronts import Front, FrontParts, GatewayCalls, front_routes, open_fronts
 from .serving.mesh_gauges import ModelRegistries
 from .serving.served_mesh import MeshMetrics, ServedMesh, connect
 from .serving.served_meshes import PartGauges, ServedMeshes
@@ -103,7 +100,11 @@ class GatewayService:
         await _connect(meshes, settings, host, shares)
         counts, budget = ResponseCounts(host.metrics), AdmissionLimit(settings.max_body_bytes_in_flight)
         self._batches = await open_batches(settings, host, keys)
-        app = await open_servers(settings, host, meshes, keys, shares, self._parser, counts, self._batches)
+        calls = GatewayCalls()
+        parts = FrontParts(calls, meshes, shares, settings.strict, settings.request_timeout)
+        app = await open_servers(settings, host, parts, keys, self._parser, counts, self._batches)
+        internal = InternalCalls(app, budget)
+        calls.begin(internal)
         http = HttpServer(
             app,
             settings.http_listen,
@@ -127,7 +128,7 @@ class GatewayService:
         await _wait_whole(meshes)
         if self._batches is not None:
             # After the mesh is whole: lines that were refused because a part is missing would only be tried again.
-            self._batches.start(InternalCalls(app, budget))
+            self._batches.start(internal)
         host.spawn(meshes.publish(host.health), name="health of the meshes")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", ", ".join(meshes.names), scheme, self.http_address)
@@ -259,15 +260,15 @@ async def _wait_whole(meshes: ServedMeshes, seconds: float = math.inf) -> None:
 async def open_servers(
     settings: GatewaySettings,
     host: Host,
-    meshes: ServedMeshes,
+    parts: FrontParts,
     keys: ApiKeys,
-    shares: TenantShares,
     parser: BodyParser,
     counts: ResponseCounts,
     batches: Batches | None,
 ) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
+    meshes, shares = parts.meshes, parts.shares
     admin_keys = _followed(
         host,
         settings.admin_api_key_file,
@@ -277,7 +278,9 @@ async def open_servers(
     finished = FinishedRequests(RecentRequests(), AccessLog(time.monotonic) if settings.access_log else None)
     host.authorize_calls(admit_calls(keys))
     host.observe_calls(observe_calls(ResponseCounts(host.metrics, GRPC), finished))
-    _add_grpc_services(settings, host, meshes, shares, reader)
+    _add_inference(settings, host, meshes, shares)
+    fronts = open_fronts(settings.fronts, parts, settings.plugins)
+    _add_fronts(host, fronts)
     store = ResponseStore(settings.max_stored_response_bytes, is_shared=shares.is_shared)
     servers = McpServers.load(settings.mcp_servers, is_shared=shares.is_shared)
     uploads = None if batches is None else batches.uploads.finder
@@ -298,6 +301,7 @@ async def open_servers(
     routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     routes |= await _admin_routes(settings, host, meshes, finished.recent)
+    routes |= front_routes(fronts, routes)
     access = ClientAccess(keys, admin_keys, guard, shares, settings.cors_origins)
     return App(routes, access, counts, finished, ERROR_FORMS)
 
@@ -312,9 +316,7 @@ def _files(mesh: ServedMesh, parser: BodyParser, shares: TenantShares) -> "BodyF
     return BodyFiles(parser, shares.media)
 
 
-def _add_grpc_services(
-    settings: GatewaySettings, host: Host, meshes: ServedMeshes, shares: TenantShares, reader: BodyReader
-) -> None:
+def _add_inference(settings: GatewaySettings, host: Host, meshes: ServedMeshes, shares: TenantShares) -> None:
     uploads = SoundUploads(settings.max_audio_bytes, shares.sounds)
     inference = InferenceServicer(meshes, shares, settings.request_timeout, uploads)
     generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
@@ -323,12 +325,16 @@ def _add_grpc_services(
     generates["Embed"], generates["Classify"] = inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest
     generates["Score"], generates["Pool"] = inference_pb2.ScoreRequest, inference_pb2.PoolRequest
     host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
-    kserve = KServeServicer(reader, meshes, shares, settings.request_timeout)
-    infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
-    host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
-    of_vllm = {"Generate": vllm_engine_pb2.GenerateRequest, "Abort": vllm_engine_pb2.AbortRequest}
-    servicer = VllmEngineServicer(reader, meshes, shares)
-    host.add_servicer(bounded(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, of_vllm), servicer)
+
+
+def _add_fronts(host: Host, fronts: Mapping[str, Front]) -> None:
+    """Add the gRPC services of fronts. Raises ``InvalidArgument`` for one that is served already, or is none."""
+    for name, front in fronts.items():
+        for service in front.grpc:
+            try:
+                host.add_servicer(bounded(service.add, service.requests), service.servicer)
+            except Exception as error:  # whatever the code of others raises
+                raise InvalidArgument(f"fronts: {name}: {type(error).__name__}: {error}", "fronts") from error
 
 
 async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, recent: RecentRequests) -> Routes:

@@ -43,6 +43,7 @@ def mesh(serve: Any, packages: Path) -> Any:
         "distributed-executor-backend": "in_process",
         "kv-transports": "memory",
         "authentication": "team",
+        "fronts": "tgi",
     }
     flags = [f"--{option}={EXAMPLE_NAME}:{name}" for option, name in named.items()]
     return serve(
@@ -115,6 +116,13 @@ def test_each_part_shows_what_it_may_load(mesh: Any) -> None:
         "engine": True,
         "coordinator": True,
     }
+
+
+def test_a_front_answers(mesh: Any) -> None:
+    answer = httpx.post(f"{mesh.url}/generate", json={"inputs": "Hello", "max_new_tokens": 4}, headers=KEY, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["generated_text"]
+    assert httpx.post(f"{mesh.url}/generate", json={"inputs": "Hello"}).status_code == 401
 
 
 def test_a_key_that_nobody_has_is_refused(mesh: Any) -> None:

@@ -52,6 +52,7 @@ KINDS: Mapping[str, PluginKind] = {
     "schedulers": PluginKind("engine", is_called=True),
     "executors": PluginKind("engine", is_called=True),
     "platforms": PluginKind("engine", is_called=True, changes=("numerics",)),
+    "model_architectures": PluginKind("engine", changes=("numerics",)),
     "checkpoint_formats": PluginKind("engine", is_called=True, changes=("numerics",)),
     "attention_backends": PluginKind("engine", is_called=True, changes=("numerics", "kv_layout")),
     "kv_transports": PluginKind("engine", is_called=True),
@@ -61,6 +62,7 @@ KINDS: Mapping[str, PluginKind] = {
     "reasoning_formats": PluginKind("gateway", "engine"),
     "placement_rules": PluginKind("coordinator", is_called=True),
     "authentication": PluginKind("gateway", is_called=True),
+    "fronts": PluginKind("gateway", is_called=True),
     "chat_templates": PluginKind("tokenizer", "engine"),
     "cli_commands": PluginKind("cli"),
 }

@@ -200,10 +200,22 @@ def brief(value: object) -> str:
 
 def read_architecture(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the class of the text model and its entries in ``config.json``. Raises ``ValueError``."""
-    read = _read_json(path)
-    whole = read if isinstance(read, dict) else {}
+    whole = config_entries(path)
     values, part = text_entries(whole), ": text_config" if wrapper_of(whole) else ""
     return architecture_of(values, f"{path / 'config.json'}{part}"), values
+
+
+def config_entries(path: Path) -> dict[str, Any]:
+    """Return all entries of a directory's ``config.json``; none if it holds no JSON object. Raises ``ValueError``."""
+    read = _read_json(path)
+    return read if isinstance(read, dict) else {}
+
+
+def listed_classes(path: Path) -> list[str]:
+    """Return the classes that ``architectures`` names in a checkpoint directory. Raises ``ValueError`` without a
+    ``config.json``."""
+    listed = config_entries(path).get("architectures")
+    return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
 
 
 def read_wrapper(path: Path) -> str | None:

@@ -407,15 +407,15 @@ class GenerationEndpoint:
         request, options = await self.parser.read(body.data, partial(self._generate_request, exchange.tenant, lines))
         if not self.api.is_resumable and b"last-event-id" in headers:
             raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
-        # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs a
-        # request that runs keeps its seat.
         if body.files is not None:
             from ..records.media import check_used  # here: most bodies have none
 
             request = replace(request, files=body.files)
             if not isinstance(request.prompts, Chat) or not request.prompts.media:
                 check_used(body.files.files, ())
-        if exchange.internal_tenant is not None:
+        if exchange.is_line:
+            # It may begin only while a quarter of the seats stay free, because under the policy fcfs a request that
+            # runs keeps its seat.
             request = replace(request, is_sheddable=True)
         if (rank := headers.get(RANK_HEADER)) is not None:
             request = replace(request, data_parallel_rank=read_rank(rank))

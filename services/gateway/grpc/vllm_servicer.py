@@ -21,6 +21,7 @@ from ..openai.body_reader import AnswerOptions, BodyReader
 from ..openai.openai_logprobs import TokenPosition, positions
 from ..openai.token_generation import TokensApi
 from ..records.generate_request import GenerateRequest
+from ..serving.fronts import Front, FrontParts, GrpcService
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
 from ..tenants.tenant import Tenant
@@ -68,6 +69,13 @@ class _Named:
 
 def _ended() -> errors.Aborted:
     return errors.Aborted("The request was ended by a call of Abort.")
+
+
+def vllm(gateway: FrontParts) -> Front:
+    """Return the contract as a front."""
+    servicer = VllmEngineServicer(BodyReader(strict=gateway.strict), gateway.meshes, gateway.shares)
+    requests = {"Generate": pb.GenerateRequest, "Abort": pb.AbortRequest}
+    return Front(grpc=(GrpcService(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer, requests),))
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):

@@ -211,7 +211,7 @@ class App:
         """Return what handles the request. Raises for a client without a key before it reveals which paths exist."""
         if self._cors is not None and self._cors.is_preflight(exchange):
             return self._cors.answer
-        exchange.route = path.pattern if exchange.internal_tenant is None else INTERNAL
+        exchange.route = INTERNAL if exchange.is_line else path.pattern
         if not path.is_open:
             exchange.tenant = tenant = self._tenant(exchange, path)
             exchange.key = tenant.key

@@ -151,6 +151,7 @@ class HttpExchange:
         body: What the client sends after the head.
         response: Writes to the connection.
         internal_tenant: The tenant for which the gateway itself makes the request; None: a client makes it.
+        is_line: Whether it is a line of a batch.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
         error_form: How errors are reported.
@@ -164,6 +165,7 @@ class HttpExchange:
     """
 
     tenant: Tenant
+    is_line = False
 
     def __init__(
         self,

@@ -50,8 +50,9 @@ class InternalCalls:
         self._app = app
         self._budget = budget
 
-    async def post(self, path: str, body: bytes, tenant: Tenant) -> InternalResponse:
-        """Return the response to a JSON body. The request is sheddable: it is refused first under load."""
+    async def post(self, path: str, body: bytes, tenant: Tenant, *, is_line: bool = True) -> InternalResponse:
+        """Return the response to a JSON body. ``is_line``: it is a line of a batch, which is refused first under load;
+        otherwise a client waits for the answer."""
         flow = ClientFlow(cast(asyncio.Transport, _NoTransport()))
         whole, collected = RequestBody(flow, self._budget), _CollectedResponse()
         # It counts for the gateway and for the tenant, as any body does.
@@ -61,6 +62,7 @@ class InternalCalls:
         # The checks, limits, logs and answers of a line are those of any request, and no second road to the engines
         # repeats them.
         exchange = HttpExchange(("POST", path, b""), headers, whole, collected, internal_tenant=tenant)
+        exchange.is_line = is_line
         await self._app(exchange)
         return InternalResponse(collected.status, collected.headers, b"".join(collected.pieces))
 

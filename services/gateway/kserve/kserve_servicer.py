@@ -20,6 +20,7 @@ from ..http.http_exchange import IGNORED_HEADER, listed
 from ..openai.answer import finish_reason
 from ..openai.body_reader import BodyReader
 from ..openai.completions import CompletionsApi
+from ..serving.fronts import Front, FrontParts, GrpcService
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
@@ -35,10 +36,19 @@ from .kserve_inference import (
     read_embedding,
     read_inference,
     write_embedding,
+    write_output,
 )
-from .kserve_tensors import write_output
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def kserve(gateway: FrontParts) -> Front:
+    """Return the protocol as a front."""
+    reader = BodyReader(strict=gateway.strict)
+    servicer = KServeServicer(reader, gateway.meshes, gateway.shares, gateway.request_timeout)
+    infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), pb.ModelInferRequest)
+    add = grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
+    return Front(grpc=(GrpcService(add, servicer, infers),))
 
 
 class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):

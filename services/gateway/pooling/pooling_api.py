@@ -135,7 +135,7 @@ class PoolingEndpoint:
             with exchange.until_disconnected():
                 await self.generator.wait_limits()  # what a body may ask for follows from them
             pooling_input, shape, ignored = await self.parser.read(received.data, partial(self._read, exchange.tenant))
-        if exchange.internal_tenant is not None:
+        if exchange.is_line:
             pooling_input = replace(pooling_input, request=replace(pooling_input.request, is_sheddable=True))
         headers = [(IGNORED_HEADER, listed(ignored))] if ignored else []
         with exchange.until_disconnected():

@@ -23,6 +23,11 @@ ALWAYS_QUEUED: Final = 32
 are unreliable."""
 DEFAULT_MAX_VALUES = 1 << 21
 """16,384 tokens of 128 samples, or 100,000 tokens with 20 alternatives each."""
+FRONTS: Final = {
+    "kserve": "tokenloom.services.gateway.kserve.kserve_servicer:kserve",
+    "vllm": "tokenloom.services.gateway.grpc.vllm_servicer:vllm",
+}
+"""The fronts that are built in, and where each one is; only those that are chosen are imported."""
 DEFAULT_UNATTENDED_SECONDS: Final = 15.0
 """A client of ours notices a dead connection after 10 s at most; the gateway may have noticed it at once."""
 
@@ -101,6 +106,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[str, Meta(extra=plugged("authentication"))],
         "Plugin that knows further API keys, as PACKAGE:NAME; empty: none.",
     ] = ""
+    fronts: Annotated[
+        Annotated[tuple[str, ...], Meta(extra=plugged("fronts", tuple(FRONTS)))],
+        "Protocols of clients beside OpenAI's and the others over HTTP, and the public gRPC API: kserve: the Open "
+        "Inference Protocol; vllm: the contract of vLLM's engines, both over gRPC; or plugins, as PACKAGE:NAME. Empty: "
+        "none.",
+    ] = tuple(FRONTS)
     cache_salt_secret: Annotated[
         _Secret,
         "Secret of at least 16 bytes, equal for all gateways, that separates the tenants' cached prefixes; by default "
@@ -308,6 +319,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         super().__post_init__()
         check_named(self.plugins, tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         check_named(self.plugins, authentication=self.authentication)
+        for name in self.fronts:
+            check_named(self.plugins, fronts=name)
         if self.meshes is not None and not self.served_model_name:
             raise ValueError("--meshes needs --served-model-name: requests name the model")
         if self.page_kills is not None and not (self.page and parse(self.http_listen).is_local):

@@ -87,7 +87,10 @@ class Edge(grpc.GenericRpcHandler):
         add(servicer, self)
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, _Handler]) -> None:
-        """Called by generated code. ``handlers`` maps method names without the service."""
+        """Called by generated code. ``handlers`` maps method names without the service. Raises ``ValueError`` if the
+        service is there."""
+        if service in self.services:
+            raise ValueError(f"the gRPC service {service} is there already")
         self.services.append(service)
         for name, handler in handlers.items():
             method = f"/{service}/{name}"

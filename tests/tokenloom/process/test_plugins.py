@@ -49,6 +49,8 @@ def test_a_package_is_described_without_being_imported(put: Install) -> None:
         (one("shedulers"), ["acme"], "engine", r"did you mean tokenloom\.schedulers"),
         (one("zzz"), ["acme"], "engine", "the kinds are logits_processors"),
         (one("schedulers", name="a:b"), ["acme"], "engine", "entry point 'a:b'; names have letters"),
+        (one("model_architectures"), ["acme"], "tokenizer", r"has nothing for the tokenizer; it is for engine"),
+        (one("fronts"), ["acme"], "engine", r"has nothing for the engine; it is for gateway"),
         (one("schedulers"), ["acme"], "gateway", r"acme 1\.0 \(schedulers\) has nothing for the gateway; .* engine"),
         (one("schedulers"), ["acme", "ACME"], "engine", "acme is named 2 times"),
         (one("schedulers"), ["acmee"], "engine", "no package acmee is installed; did you mean acme"),

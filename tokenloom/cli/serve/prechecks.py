@@ -72,7 +72,8 @@ def _engine_config(options: MeshOptions) -> EngineConfig:
     _check_kv_events(settings.kv_events_config, options)
     read = settings.engine
     # The supervisor sets the size of a group, over whose engines experts are spread, when it starts each engine.
-    return replace(read, parallel=replace(read.parallel, data_parallel_size=options.ranks.size or 1))
+    parallel = replace(read.parallel, data_parallel_size=options.ranks.size or 1)
+    return replace(read, parallel=parallel, plugins=settings.plugins)
 
 
 def _check_kv_events(config: KVEventsConfig | None, options: MeshOptions) -> None:

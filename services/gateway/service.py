@@ -31,6 +31,7 @@ from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .grpc.observed_calls import observe_calls
 from .http.app import App, BrowserGuard, ClientAccess
+from .http.http_exchange import HttpExchange
 from .http.internal_call import InternalCalls
 from .http.request_body import BodyParser
 from .http.response_counts import GRPC, OTHER, ResponseCounts
@@ -76,6 +77,7 @@ class GatewayService:
 
     Attributes:
         http_address: Where HTTP is served, once started.
+        internal_address: Where it is served to peers; empty: nowhere.
         routes: The methods of each path that HTTP serves, once started.
     """
 
@@ -84,7 +86,8 @@ class GatewayService:
         self._started: tuple[ServedMeshes, HttpServer, Host] | None = None
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self._batches: Batches | None = None
-        self.http_address = ""
+        self._internal: HttpServer | None = None
+        self.http_address = self.internal_address = ""
         self.routes: Mapping[str, Collection[str]] = {}
 
     async def start(self, host: Host) -> None:
@@ -118,12 +121,17 @@ class GatewayService:
             tls=host.public_tls,
             descriptor=settings.http_listen_fd,
         )
+        if settings.internal_listen:
+            self._internal = _peers_server(settings, host, app, budget)
+            self.internal_address = self._internal.address
         self._started = meshes, http, host
         self.http_address, self.routes = http.address, app.routes
         if settings.http_listen_fd is not None:  # connections wait: better than to answer that a part is missing
             await _wait_whole(meshes, seconds=_QUIET_SECONDS)
         await host.serve_waiting()
         host.spawn(http.serve(), name="http server")
+        if self._internal is not None:
+            host.spawn(self._internal.serve(), name="http server of peers")
         host.publish(http=self.http_address, model=meshes.names[0])
         await _wait_whole(meshes)
         if self._batches is not None:
@@ -132,6 +140,8 @@ class GatewayService:
         host.spawn(meshes.publish(host.health), name="health of the meshes")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", ", ".join(meshes.names), scheme, self.http_address)
+        if self._internal is not None:
+            log.info("serving peers on https://%s", self.internal_address)
 
     async def drain(self) -> None:
         """Report that the gateway leaves, send clients elsewhere, and answer what they have asked until then."""
@@ -147,6 +157,8 @@ class GatewayService:
                 # the drain timeout.
                 group.create_task(self._send_away(host, meshes))
                 group.create_task(http.drain(meshes.end_of_present()))
+                if self._internal is not None:
+                    group.create_task(self._internal.drain(meshes.end_of_present()))
             await meshes.drain()
         finally:
             meshes.leave_resumable()
@@ -165,8 +177,33 @@ class GatewayService:
             meshes, http, _ = self._started
             await meshes.close()
             await http.stop()
+            if self._internal is not None:
+                await self._internal.stop()
             self._started = None
         self._parser.close()
+
+
+_MAX_PEERS = 256
+
+
+def _peers_server(settings: GatewaySettings, host: Host, app: App, budget: AdmissionLimit) -> HttpServer:
+    """Return the server of peers, which present certificates of the mesh's authority. Keys are needed there too."""
+
+    async def answer(exchange: HttpExchange) -> None:
+        exchange.is_of_peer = True
+        await app(exchange)
+
+    assert host.tls is not None, "the settings ask for certificates"
+    connections = Connections(_MAX_PEERS, _MAX_PEERS)
+    return HttpServer(
+        answer,
+        settings.internal_listen,
+        budget=budget,
+        connections=connections,
+        insecure=False,
+        tls=host.tls,
+        field="internal_listen",
+    )
 
 
 def _load_keys(settings: GatewaySettings, host: Host) -> ApiKeys:

@@ -1,8 +1,10 @@
 """A mesh whose services identify each other by their certificates."""
 
 import asyncio
+import json
 import ssl
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -11,6 +13,8 @@ import pytest
 
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.mesh.split import SplitMesh
+from tokenloom.services.gateway.service import GatewayService
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.peers import certificate
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles, dns_name
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
@@ -158,3 +162,133 @@ async def _status(url: str, ca: Path) -> int:
     context.check_hostname = False
     async with httpx.AsyncClient(base_url=url, verify=context) as https:
         return (await https.get("/health")).status_code
+
+
+def peer_of(certificates: Path, mesh: Mesh, part: str | None = "operator") -> httpx.AsyncClient:
+    """Return a client of the internal listener, with the certificate of a part."""
+    context = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+    context.check_hostname = False  # a certificate of the mesh names a service and no host
+    if part is not None:
+        context.load_cert_chain(certificates / f"{part}.crt", certificates / f"{part}.key")
+    assert isinstance(mesh.gateway.service, GatewayService)
+    return httpx.AsyncClient(base_url=f"https://{mesh.gateway.service.internal_address}", verify=context, timeout=SOON)
+
+
+KV: dict[str, Any] = {"engine": {"kv_transports": ("socket",), "kv_socket_listen": "127.0.0.1:0"}}
+PROMPT = list(range(40, 104))
+HOLD = {
+    "token_ids": PROMPT,
+    "sampling_params": {"max_tokens": 1, "ignore_eos": True},
+    "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},
+}
+READ = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 9, "ignore_eos": True}}
+
+
+async def generate(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    response = await client.post("/inference/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_peer_joins_prefill_and_decode_itself(socket_dir: Path, certificates: Path, *, stream: bool) -> None:
+    settings = {**KV, "gateway": {"internal_listen": "127.0.0.1:0"}, "certificates": certificates}
+    async with SplitMesh(socket_dir, **settings).running() as mesh, peer_of(certificates, mesh) as peer:
+        expected = mesh.expected(PROMPT, 9)
+        prefilled = await generate(peer, HOLD)
+        assert prefilled["choices"][0]["token_ids"] == expected[:1]
+        assert prefilled["choices"][0]["finish_reason"] == "length"
+        params = prefilled["kv_transfer_params"]
+        prefill, decode = mesh.of_role("prefill"), mesh.of_role("decode")
+        assert params["remote_engine_id"] == prefill.name
+        assert (params["remote_num_tokens"], params["first_token_id"]) == (len(PROMPT), expected[0])
+        assert prefill.stats.num_leases == 1, "it outlives its request"
+        body = READ | {"kv_transfer_params": params, "stream": stream}
+        if stream:
+            async with peer.stream("POST", "/inference/v1/generate", json=body) as response:
+                lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
+            events = [json.loads(line.removeprefix("data: ")) for line in lines]
+            found = [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+        else:
+            answer = await generate(peer, body)
+            found = answer["choices"][0]["token_ids"]
+            assert answer["kv_transfer_params"] is None
+        assert found == expected
+        assert decode.stats.kv_blocks_received > 0
+        assert not decode.recomputes()
+
+
+async def test_kv_that_is_gone_is_computed_again(socket_dir: Path, certificates: Path) -> None:
+    settings = {**KV, "gateway": {"internal_listen": "127.0.0.1:0"}, "certificates": certificates}
+    async with SplitMesh(socket_dir, **settings).running() as mesh, peer_of(certificates, mesh) as peer:
+        params = (await generate(peer, HOLD))["kv_transfer_params"]
+        lost = params | {"remote_lease_id": "00" * 16}
+        answer = await generate(peer, READ | {"kv_transfer_params": lost})
+        assert answer["choices"][0]["token_ids"] == mesh.expected(PROMPT, 9)
+        assert sum(mesh.of_role("decode").recomputes().values()) == 1
+        other = await generate(peer, READ | {"token_ids": PROMPT[::-1], "kv_transfer_params": params})
+        assert sum(mesh.of_role("decode").recomputes().values()) == 2, "the lease is of another prompt"
+        assert other["choices"][0]["token_ids"][1:]
+
+
+async def test_kv_that_nobody_reads_is_given_back(socket_dir: Path, certificates: Path) -> None:
+    settings = {"engine": KV["engine"] | {"kv_lease_seconds": 0.3}, "gateway": {"internal_listen": "127.0.0.1:0"}}
+    async with (
+        SplitMesh(socket_dir, **settings, certificates=certificates).running() as mesh,
+        peer_of(certificates, mesh) as peer,
+    ):
+        assert (await generate(peer, HOLD))["kv_transfer_params"]
+        await mesh.check_nothing_is_left()
+
+
+async def test_kv_parameters_are_refused_elsewhere(socket_dir: Path, certificates: Path) -> None:
+    settings = {**KV, "gateway": {"internal_listen": "127.0.0.1:0"}, "certificates": certificates}
+    async with SplitMesh(socket_dir, **settings).running() as mesh, peer_of(certificates, mesh) as peer:
+        params = (await generate(peer, HOLD))["kv_transfer_params"]
+        async with mesh.http() as http:
+            for body in (HOLD, READ | {"kv_transfer_params": params}):
+                refused = await http.post("/inference/v1/generate", json=body)
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "kv_transfer_params"
+                assert "only for peers with a certificate" in refused.text
+        async with peer_of(certificates, mesh, None) as stranger:
+            with pytest.raises(httpx.HTTPError):
+                await stranger.post("/inference/v1/generate", json=READ)
+        changed = [
+            ({"remote_engine_id": "engine-9"}, "the registry has no engine 'engine-9'"),
+            ({"remote_engine_epoch": "1"}, "of this incarnation"),
+            ({"remote_lease_id": "abc"}, "not what a prefill has returned"),
+            ({"remote_num_tokens": None}, "remote_num_tokens is missing"),
+            ({"remote_num_tokens": 3}, "the KV covers 3 tokens, and the prompt has 64"),
+            ({"first_token_id": 10**6}, "first_token_id 1000000 is not below"),
+            ({"do_remote_decode": True}, "one of do_remote_decode and do_remote_prefill"),
+            ({"host": "example.com"}, "host is unknown"),
+        ]
+        for change, reason in changed:
+            refused = await peer.post("/inference/v1/generate", json=READ | {"kv_transfer_params": params | change})
+            assert refused.status_code == 400, change
+            assert reason in refused.json()["error"]["message"]
+        for fields, reason in (
+            ({"max_tokens": 2}, "send max_tokens 1"),
+            ({"max_tokens": 1, "n": 2, "temperature": 1}, "has one output"),
+        ):
+            refused = await peer.post("/inference/v1/generate", json=HOLD | {"sampling_params": fields})
+            assert reason in refused.json()["error"]["message"]
+
+
+async def test_a_peer_needs_a_key_too(socket_dir: Path, certificates: Path) -> None:
+    gateway = {"internal_listen": "127.0.0.1:0", "api_key": ("sesame",)}
+    async with (
+        SplitMesh(socket_dir, **KV, gateway=gateway, certificates=certificates).running() as mesh,
+        peer_of(certificates, mesh) as peer,
+    ):
+        assert (await peer.post("/inference/v1/generate", json=HOLD)).status_code == 401
+        peer.headers["authorization"] = "Bearer sesame"
+        assert (await generate(peer, HOLD))["kv_transfer_params"]["do_remote_prefill"]
+
+
+def test_an_internal_listener_needs_certificates() -> None:
+    parts = {"tokenizers": "a:1", "output_processors": "a:1", "coordinator": "a:1"}
+    with pytest.raises(ValueError, match="--internal-listen needs --tls-ca"):
+        GatewaySettings.of(**parts, internal_listen="127.0.0.1:0")

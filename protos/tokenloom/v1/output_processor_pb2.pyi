@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from tokenloom.v1 import engine_pb2 as _engine_pb2
 from tokenloom.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -67,7 +68,7 @@ class Withdrawal(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "pooling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over", "fingerprint", "data_parallel_rank", "session", "keep_seconds", "preferred_engine")
+    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "pooling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over", "fingerprint", "data_parallel_rank", "session", "keep_seconds", "preferred_engine", "kv_transfer")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +97,7 @@ class Submit(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFERRED_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     prompt: _types_pb2.Prompt
@@ -117,7 +119,18 @@ class Submit(_message.Message):
     session: int
     keep_seconds: int
     preferred_engine: str
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ..., fingerprint: _Optional[bytes] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ..., preferred_engine: _Optional[str] = ...) -> None: ...
+    kv_transfer: KVHandover
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ..., fingerprint: _Optional[bytes] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ..., preferred_engine: _Optional[str] = ..., kv_transfer: _Optional[_Union[KVHandover, _Mapping]] = ...) -> None: ...
+
+class KVHandover(_message.Message):
+    __slots__ = ("hold", "source", "first_token_id")
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    hold: bool
+    source: _engine_pb2.KVSource
+    first_token_id: int
+    def __init__(self, hold: _Optional[bool] = ..., source: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ..., first_token_id: _Optional[int] = ...) -> None: ...
 
 class SampleJournal(_message.Message):
     __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished")
@@ -202,7 +215,7 @@ class ProcessFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., slot: _Optional[_Iterable[int]] = ..., text: _Optional[_Iterable[str]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[RequestFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotTextLogprobs, _Mapping]]] = ..., engine_death_slots: _Optional[_Iterable[int]] = ..., sample_index: _Optional[_Iterable[int]] = ..., leaving: _Optional[bool] = ..., pooled: _Optional[_Iterable[_Union[_types_pb2.Pooled, _Mapping]]] = ...) -> None: ...
 
 class RequestFinished(_message.Message):
-    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index", "routed_experts")
+    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index", "routed_experts", "kv")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +227,7 @@ class RequestFinished(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     slot: int
     reason: _types_pb2.FinishReason
     stop_reason: str
@@ -225,7 +239,8 @@ class RequestFinished(_message.Message):
     error: _types_pb2.Error
     sample_index: int
     routed_experts: _types_pb2.RoutedExperts
-    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
+    kv: _engine_pb2.KVSource
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., kv: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ...) -> None: ...
 
 class SlotTextLogprobs(_message.Message):
     __slots__ = ("slot", "prompt", "token_index", "logprobs", "sampled_text", "token_text", "sample_index", "first_text")

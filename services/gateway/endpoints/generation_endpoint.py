@@ -413,6 +413,9 @@ class GenerationEndpoint:
             request = replace(request, files=body.files)
             if not isinstance(request.prompts, Chat) or not request.prompts.media:
                 check_used(body.files.files, ())
+        if request.kv is not None and not exchange.is_of_peer:
+            message = "kv_transfer_params is only for peers with a certificate of the mesh (--internal-listen)"
+            raise errors.InvalidArgument(f"{message}; the mesh places prefill and decode itself", "kv_transfer_params")
         if exchange.is_line:
             # It may begin only while a quarter of the seats stay free, because under the policy fcfs a request that
             # runs keeps its seat.

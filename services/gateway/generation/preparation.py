@@ -182,6 +182,8 @@ class Preparer:
         if limits.HasField("generates") and not limits.generates:
             raise errors.InvalidArgument(NO_GENERATION.format(task_names(limits)), "model")
         sampling = _resolve(request, info, limits, context.random)
+        if request.kv is not None:
+            view.check_source(request.kv)
         priority = context.priority_of(request, limits) if request.priority or request.is_sheddable else 0
         beams = None if request.beam_search is None else plan_beams(request, request.beam_search, limits)
         keep = None if request.truncate_prompt_tokens is None else _num_kept(request, sampling, limits)
@@ -358,6 +360,8 @@ def _submit(
     if request.session:
         submit.session = session_digest(request)
     submit.keep_seconds = request.keep_seconds
+    if request.kv is not None:
+        submit.kv_transfer.CopyFrom(request.kv)
     if request.adapter is not None:
         submit.prompt.adapter = request.adapter.digest
     params = submit.sampling_params
@@ -366,7 +370,7 @@ def _submit(
             params,
             len(prompt.token_ids),
             limits,
-            chat=isinstance(request.prompts, Chat),
+            chat=request.fills_context or isinstance(request.prompts, Chat),
             default=request.most_tokens or default_max_tokens,
             most=cost.default_tokens,
         )

@@ -152,6 +152,7 @@ class HttpExchange:
         response: Writes to the connection.
         internal_tenant: The tenant for which the gateway itself makes the request; None: a client makes it.
         is_line: Whether it is a line of a batch.
+        is_of_peer: Whether it came over the internal listener, from a peer with a certificate of the mesh.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
         error_form: How errors are reported.
@@ -166,6 +167,7 @@ class HttpExchange:
 
     tenant: Tenant
     is_line = False
+    is_of_peer = False
 
     def __init__(
         self,

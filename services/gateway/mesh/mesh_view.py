@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
-from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, output_processor_pb2, types_pb2
 from tokenloom.v1.coordinator_pb2 import EngineEntry
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -186,6 +187,20 @@ class MeshView:
         self._fingerprint = fingerprint
         self._update_limits()
         self._update_capacity()
+
+    def check_source(self, kv: output_processor_pb2.KVHandover) -> None:
+        """Raise ``InvalidArgument`` for KV of an engine that the coordinator does not know, or for a first token that
+        the model does not have."""
+        if not kv.HasField("source"):
+            return
+        if self.limits is not None and kv.first_token_id >= self.limits.vocab_size:
+            message = f"first_token_id {kv.first_token_id} is not below {self.limits.vocab_size}"
+            raise InvalidArgument(f"kv_transfer_params: {message}", "kv_transfer_params")
+        source = kv.source
+        known = {(entry.identity.engine_id, entry.identity.epoch) for entry in self._engines}
+        if (source.engine_id, source.engine_epoch) not in known:
+            message = f"kv_transfer_params: the registry has no engine {source.engine_id[:64]!r} of this incarnation"
+            raise InvalidArgument(f"{message}; leave them out, and the prompt is computed again", "kv_transfer_params")
 
     @property
     def seen_engines(self) -> Sequence[coordinator_pb2.EngineEntry]:

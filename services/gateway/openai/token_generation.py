@@ -1,14 +1,14 @@
 """``/inference/v1/generate``: takes token ids and gives token ids, with the names of vLLM's endpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tokenloom.request import errors
-from tokenloom.request.narrowing import narrow_token_ids
-from tokenloom.v1 import types_pb2
+from tokenloom.request.narrowing import narrow_int, narrow_token_ids
+from tokenloom.v1 import engine_pb2, output_processor_pb2, types_pb2
 
 from ..encoding import sse
 from ..encoding.sse import JsonBlocks
@@ -24,8 +24,11 @@ from .openai_logprobs import TokenPosition, chat_entry
 if TYPE_CHECKING:
     from ..records.media import MediaPart
 
-_OF_THE_MESH = ("kv_transfer_params", "ec_transfer_params")
 _WHY = "the mesh places prefill and decode itself, and its engines take KV and rows only from engines of its registry"
+_OF_SOURCE = ("remote_engine_id", "remote_engine_epoch", "remote_lease_id", "remote_num_tokens", "first_token_id")
+_HOLD, _READ = "do_remote_decode", "do_remote_prefill"
+_OF_VLLM = ("remote_request_id", "remote_block_ids", "remote_host", "remote_port", "tp_size")
+"""Of the parameters of vLLM's NIXL connector: routers hand them on, and here the lease stands for them."""
 _WITHOUT_EFFECT = ("output_kind", "flat_logprobs", "skip_clone")
 """What vLLM's parameters hold of its Python API."""
 _SAMPLING = frozenset(
@@ -51,9 +54,8 @@ class TokensApi:
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         fields = self.reader.read(body, TokenGenerationRequest)
-        for name in _OF_THE_MESH:
-            if getattr(fields, name) is not None:
-                raise errors.InvalidArgument(f"{name} is not accepted here: {_WHY}", name)
+        if fields.ec_transfer_params is not None:
+            raise errors.InvalidArgument(f"ec_transfer_params is not accepted here: {_WHY}", "ec_transfer_params")
         if not isinstance(fields.token_ids, list) or not fields.token_ids:
             raise errors.InvalidArgument("token_ids must be a list of token ids, at least one", "token_ids")
         own = {name: value for name, value in fields.sampling_params.items() if value is not None}
@@ -72,7 +74,12 @@ class TokensApi:
             raise errors.InvalidArgument("output_mode text needs detokenize", "output_mode")
         if fields.output_mode == "tokens" and not request.text.stop:
             request.text.detokenize = False  # nobody reads the text
-        return replace(request, reasoning_start=_START[fields.reasoning_ended]), options
+        kv = None if fields.kv_transfer_params is None else _half(fields.kv_transfer_params, request)
+        if kv is not None and kv.HasField("source") and kv.source.num_tokens != len(fields.token_ids):
+            message = f"the KV covers {kv.source.num_tokens} tokens, and the prompt has {len(fields.token_ids)}"
+            raise errors.InvalidArgument(f"kv_transfer_params: {message}", "kv_transfer_params")
+        start = _START[fields.reasoning_ended]
+        return replace(request, reasoning_start=start, kv=kv, fills_context=True), options
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "TokensAnswer":
         return TokensAnswer(AnswerBase(generation, options, "generate-tokens", generation.model, ""))
@@ -90,6 +97,59 @@ class TokensApi:
             priority=fields.priority,
             return_token_ids=fields.return_token_ids,
         )
+
+
+def _half(given: dict[str, Any], request: GenerateRequest) -> output_processor_pb2.KVHandover:
+    """Return which half of a request its parameters ask for. Raises ``InvalidArgument``."""
+    where, values = "kv_transfer_params", {name: value for name, value in given.items() if value is not None}
+    if unknown := sorted(values.keys() - {_HOLD, _READ, *_OF_SOURCE, *_OF_VLLM}):
+        raise errors.InvalidArgument(f"{where}.{unknown[0][:64]} is unknown", where)
+    holds, reads = (values.get(name, False) for name in (_HOLD, _READ))
+    if {type(holds), type(reads)} != {bool} or holds is reads:
+        raise errors.InvalidArgument(f"{where} must have one of {_HOLD} and {_READ} true", where)
+    sampling = request.sampling
+    if request.num_samples > 1 or request.beam_search is not None:
+        raise errors.InvalidArgument(f"{where}: a half of a request has one output; leave out n", where)
+    if holds:
+        if not sampling.HasField("max_tokens") or sampling.max_tokens != 1:
+            raise errors.InvalidArgument(f"{where}: {_HOLD} computes one token; send max_tokens 1", where)
+        sampling.max_tokens = 2  # one that ends the output by its length would leave no KV
+        return output_processor_pb2.KVHandover(hold=True)
+    if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
+        raise errors.InvalidArgument(f"{where}: only the prefill has log probabilities of its token", where)
+    if lacking := [name for name in _OF_SOURCE if name not in values]:
+        raise errors.InvalidArgument(f"{where}.{lacking[0]} is missing; send what the prefill has returned", where)
+    return output_processor_pb2.KVHandover(source=_source(values, where), first_token_id=_number(values, where, 4))
+
+
+def _source(values: dict[str, Any], where: str) -> engine_pb2.KVSource:
+    engine_id, epoch, lease = (values[name] for name in _OF_SOURCE[:3])
+    try:
+        numbers = int(epoch, 16), bytes.fromhex(lease)
+    except (TypeError, ValueError):
+        raise errors.InvalidArgument(f"{where}: epoch and lease are not what a prefill has returned", where) from None
+    if not isinstance(engine_id, str) or not 0 <= numbers[0] < 2**64 or len(numbers[1]) != _LEASE_BYTES:
+        raise errors.InvalidArgument(f"{where}: engine, epoch or lease is not what a prefill has returned", where)
+    return engine_pb2.KVSource(
+        engine_id=engine_id, engine_epoch=numbers[0], lease_id=numbers[1], num_tokens=_number(values, where, 3)
+    )
+
+
+def _number(values: dict[str, Any], where: str, index: int) -> int:
+    name = _OF_SOURCE[index]
+    return narrow_int(f"{where}.{name}", values[name], 0, 2**32 - 1)
+
+
+_LEASE_BYTES = 16
+
+
+def kv_member(finished: output_processor_pb2.RequestFinished | None, token_ids: Sequence[int]) -> dict[str, Any] | None:
+    """Return the parameters by which another request continues from KV that was left; None: none was."""
+    if finished is None or not finished.HasField("kv"):
+        return None
+    kv = finished.kv
+    named = kv.engine_id, f"{kv.engine_epoch:x}", kv.lease_id.hex(), kv.num_tokens, token_ids[0]
+    return {_READ: True, _HOLD: False, **dict(zip(_OF_SOURCE, named, strict=True))}
 
 
 def _shown(fields: TokenGenerationRequest) -> Chat | None:
@@ -110,8 +170,8 @@ def _shown(fields: TokenGenerationRequest) -> Chat | None:
         found = sorted(_featured(features), key=lambda each: each[1])
         media, places = [part for part, _ in found], [place for _, place in found]
     for index, part in enumerate(parts or ()):
-        url = {} if part.url is None else {part.type: part.url}
-        media.append(read_part(f"content_parts[{index}]", {"type": part.type, "uuid": part.uuid, **url}))
+        where, url = f"content_parts[{index}]", {} if part.url is None else {part.type: part.url}
+        media.append(read_part(where, {"type": part.type, "uuid": part.uuid, "field": f"{where}.url", **url}))
     if not media:
         return None
     ids = narrow_token_ids("token_ids", fields.token_ids)
@@ -180,6 +240,8 @@ class TokensAnswer:
             ids = list(self._base.generation.prompt_of(0))
             extra = b',"prompt_token_ids":%b' % sse.encode_json(ids)
         choice = b"".join(self._choice(delta.index, delta.token_ids, delta.text, delta))
+        if (kv := kv_member(delta.finished, delta.token_ids)) is not None:
+            extra += b',"kv_transfer_params":%b' % sse.encode_json(kv)
         if (usage := self._base.usage_of(delta.index)) is not None:
             extra += b',"usage":%b' % sse.encode_json(sse.usage_object(usage))
         return self._event(choice, extra)
@@ -238,7 +300,8 @@ class TokensAnswer:
         else:
             yield from base.prompt_logprobs(0)
         prompt = list(base.generation.prompt_of(0)) if self._returns_prompt else None
-        yield b',"prompt_token_ids":%b,"kv_transfer_params":null}' % sse.encode_json(prompt)
+        kv = kv_member(base.generation.finished.get(0), self._token_ids[0])
+        yield b',"prompt_token_ids":%b,"kv_transfer_params":%b}' % (sse.encode_json(prompt), sse.encode_json(kv))
 
     def _choice(self, index: int, token_ids: list[int], text: str, delta: Delta | None) -> Iterator[bytes]:
         """Return an output in blocks. ``delta``: the one that an event holds; None: the whole output."""

@@ -114,9 +114,13 @@ class TokenGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any] | None, Meta(description="Options of their processor, as in the chat that was rendered.")
     ] = None
     kv_transfer_params: Annotated[
-        _Null, Meta(description="Only null: the mesh places prefill and decode, and moves KV between its own engines.")
+        dict[str, Any] | None,
+        Meta(
+            description="Only from peers, over --internal-listen: do_remote_decode with max_tokens 1 leaves the KV of "
+            "the prompt under a lease, and what the answer returns lets another request continue from it."
+        ),
     ] = None
-    ec_transfer_params: Annotated[_Null, Meta(description="Only null, as kv_transfer_params.")] = None
+    ec_transfer_params: Annotated[_Null, Meta(description="Only null: encoders are the mesh's own.")] = None
 
 
 class RenderedRequest(TokenGenerationRequest, frozen=True, kw_only=True):
@@ -166,7 +170,8 @@ class GeneratedTokens(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[Any, Meta(description="If requested; not in a stream.", extra_json_schema={})] = None
     prompt_token_ids: Annotated[_MaybeIds, Meta(description="If requested; in a stream in the first chunk.")] = None
     kv_transfer_params: Annotated[
-        dict[str, Any] | None, Meta(description="Always null; of no effect in what is derendered.")
+        dict[str, Any] | None,
+        Meta(description="Where the KV of a prefill is, for a peer that asked; of no effect in what is derendered."),
     ] = None
 
 

@@ -128,6 +128,8 @@ class GenerateRequest:
     most_tokens: int = 0
     """Limit of an output for which ``sampling`` has none; what the prompt leaves of the context may be less. 0: the
     model's default."""
+    fills_context: bool = False
+    """Whether an output without any limit may take all that the prompt leaves, as that of a chat."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last so many tokens of a prompt; -1: as many as leave room for the answer."""
     add_special_tokens: bool = True
@@ -142,6 +144,8 @@ class GenerateRequest:
     """Seconds; None: the gateway's default."""
     own_salt: str = ""
     """The client's own salt: cached prefixes are shared only with requests that have it too."""
+    kv: output_processor_pb2.KVHandover | None = None
+    """Which half of it runs, for a peer that joins prefill and decode itself; None: all of it."""
     adapter: NamedAdapter | None = None
     """The LoRA adapter that generates; None: the model itself."""
     data_parallel_rank: int | None = None

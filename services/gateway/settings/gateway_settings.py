@@ -11,7 +11,7 @@ from tokenloom.request.reasoning import PARSERS
 from tokenloom.request.tool_format import TOOL_PARSERS
 from tokenloom.services.runtime.addresses import parse, parse_member
 from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
-from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
+from tokenloom.services.runtime.host.service_settings import Address, Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 
 from ..tenants.tenant import TenantLimits
@@ -70,6 +70,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Descriptor of an inherited socket that listens on --http-listen. It keeps connections waiting while the "
         "gateway restarts.",
     ] = None
+    internal_listen: Annotated[
+        OptionalAddress,
+        "Address (host:port) at which peers with a certificate of the mesh get the HTTP API with kv_transfer_params; "
+        "empty: none. Needs --tls-ca, --tls-cert and --tls-key.",
+    ] = ""
     listen_fd: Annotated[
         _Descriptor | None,
         "Descriptor of an inherited socket that listens on --listen and shares the port, as tokenloom serve opens it.",
@@ -321,6 +326,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         check_named(self.plugins, authentication=self.authentication)
         for name in self.fronts:
             check_named(self.plugins, fronts=name)
+        if self.internal_listen and self.certificate is None:
+            raise ValueError("--internal-listen needs --tls-ca, --tls-cert and --tls-key: its clients are peers")
         if self.meshes is not None and not self.served_model_name:
             raise ValueError("--meshes needs --served-model-name: requests name the model")
         if self.page_kills is not None and not (self.page and parse(self.http_listen).is_local):

@@ -12,11 +12,12 @@ from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource, PickId
-from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.output_processor_pb2 import KVHandover, RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, Pooled, SamplingParams
 
 from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import EngineSearch, Lifetime
+from ..placement.last_snapshot import EngineKey
 from ..placement.placement import FirstPick, PendingPick, Placer
 from .sample_output import SampleOutput
 
@@ -67,6 +68,7 @@ class RequestStages:
         self._kv: KVSource | None = None
         self._handed_over = False
         self._holds_kv = False  # the prefill leg's engine keeps it until it is read or dropped
+        self._half = submit.kv_transfer if submit.HasField("kv_transfer") else None
         self._placement: asyncio.Task[None] | None = None  # the one under way
         self._pool: Fingerprint | None = None
         self.ended = False
@@ -80,6 +82,9 @@ class RequestStages:
                 Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
+        if self._half is not None:
+            self._start_half(self._half)
+            return
         if self._lifetime.num_deaths and (verdict := self._search.verdict()) is not None:
             self.fail(verdict)
             return
@@ -93,6 +98,26 @@ class RequestStages:
             self.begin_on(attempt)
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
+
+    def _start_half(self, half: KVHandover) -> None:
+        """Start the first or the second half of a request, whose other half is another request."""
+        output = self._output
+        if half.hold and output.token_ids:
+            self.fail(_lost_prefill())
+            return
+        if half.hold or output.token_ids:  # with tokens that the client has it continues as any request does
+            self._place(_PREFILL)
+            return
+        try:
+            if output.add(0, [half.first_token_id], None) is not None:
+                self._end(output.stop)
+                return
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
+            return
+        output.timeline.prefill_engine = half.source.engine_id
+        self._kv, self._handed_over = half.source, True
+        self._place(_DECODE)
 
     def replay(self) -> None:
         """Take the tokens that an output processor which was lost has sent; they may hold a stop string, which ends the
@@ -148,15 +173,21 @@ class RequestStages:
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
         self._pool = attempt.link.serves
         self._prefill = attempt
-        self._send(attempt, self._output.token_ids, hold_kv=not attempt.whole_request)
+        holds = not attempt.whole_request or (self._half is not None and self._half.hold)
+        self._send(attempt, self._output.token_ids, hold_kv=holds)
         # Log probabilities of the prompt come before any sample's tokens.
         if self._on_settled is not None and attempt.whole_request and not self._params.HasField("prompt_logprobs"):
             self._settle(attempt)
 
     def _send_decode(self, attempt: EngineAttempt) -> None:
         prefill, journal = self._prefill, self._output.token_ids
-        assert prefill is not None
         self._output.timeline.decode_engine = attempt.link.identity.engine_id
+        if prefill is None:  # another request has computed the prompt
+            assert self._kv is not None
+            self._decode, self._pool = attempt, attempt.link.serves
+            is_there = attempt.link.key == EngineKey(self._kv.engine_id, self._kv.engine_epoch)
+            self._send(attempt, journal, kv_source=None if is_there else self._kv)
+            return
         is_same = attempt.link.key == prefill.link.key
         # The decode leg would wait on the engine for the prefill leg that still runs there, and hold a second seat
         # meanwhile.
@@ -216,7 +247,7 @@ class RequestStages:
         """Place the decode leg while the prefill leg still runs: its engine copies the complete blocks at once, and the
         others as the prefill completes them."""
         # A grant of an attempt that was replaced may still arrive, and names a lease of an engine that is lost.
-        if self._kv is None and attempt is self._prefill:
+        if self._kv is None and attempt is self._prefill and self._half is None:
             self._kv = kv
             self._place(_DECODE)
 
@@ -296,6 +327,9 @@ class RequestStages:
         if (verdict := self._search.verdict()) is not None:
             self.fail(verdict)
             return
+        if self._half is not None and self._half.hold and self._output.token_ids:
+            self.fail(_lost_prefill())
+            return
         self._output.retry()
         # Nothing of it reached the client, so the lease still holds all that the next decode leg needs. With tokens
         # sent, the lease covers only the prompt and the sample begins anew.
@@ -317,6 +351,10 @@ class RequestStages:
         is_complete = attempt.num_accepted < len(output.token_ids) == finished.num_output_tokens
         if attempt is not self._prefill or not is_complete:
             raise WrongFrame("the engine's first token is missing")
+        if self._half is not None and self._half.hold:
+            self._holds_kv = False  # it is the caller's, and ends with its lease
+            self._end(output.finish, finished)
+            return
         output.prefilled(finished)
         self._handed_over = True
         self._kv = finished.kv if finished.HasField("kv") else None
@@ -360,6 +398,12 @@ class RequestStages:
         if self._holds_kv and self._prefill is not None:
             self._holds_kv = False
             self._prefill.link.drop_kv(self._prefill)
+
+
+def _lost_prefill() -> errors.Unavailable:
+    """Return the error of a prefill whose one token is at the client: the KV of another attempt would be that of one
+    token more."""
+    return errors.Unavailable("The engine of this prefill was lost; send it again.")
 
 
 def make_add(

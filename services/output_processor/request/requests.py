@@ -343,7 +343,7 @@ class Requests:
     def ask(self, submit: Submit) -> FirstPick:
         """Look for the engine of a request that is not made yet. Returns None when that has to wait, or when the
         request may be running already."""
-        if submit.take_over:
+        if submit.take_over or submit.HasField("kv_transfer"):
             return None
         if (attempt := self._placer.at_once(submit)) is not None:
             return attempt
@@ -389,6 +389,8 @@ class Requests:
         """
         if submit.WhichOneof("task") != "sampling_params":
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
+        if submit.num_samples > 1 and submit.HasField("kv_transfer"):
+            raise errors.InvalidArgument("kv_transfer is of one sample", "kv_transfer")
         self._limit.check(submit)
         self._placer.budget.add_request()
         count = submit.num_samples or 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tokenloom.request import errors, logprob_columns, wire_errors
 from tokenloom.request.routed_rows import RoutedRows, routed_message
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
-from tokenloom.v1.engine_pb2 import Finished
+from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, RoutedExperts, SamplingParams, Timeline
 
@@ -17,7 +17,7 @@ from ..text.vocabulary import Vocabulary
 from .outbox import NOWHERE, Outbox, PacedOutbox
 
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
-_STOP = FinishReason.FINISH_REASON_STOP
+_STOP, _PREFILLED = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_PREFILLED
 _TOKEN_BYTES = 36
 """Memory of a token in a journal: an integer, and the list's reference to it."""
 
@@ -166,6 +166,8 @@ class SampleOutput:
             return self.fail(wire_errors.from_proto(finished.error))
         if text := self._unsent(self._text.finish()):
             self._rows.add(self._key, text, len(self.token_ids), ())
+        if finished.reason == _PREFILLED:  # another request continues from the KV that the engine keeps
+            return self._end(FinishReason.FINISH_REASON_LENGTH, kv=finished.kv)
         token_id = self._text.stop_reason(finished.stop_token_id) if finished.HasField("stop_token_id") else None
         return self._end(finished.reason, "" if token_id is None else str(token_id))
 
@@ -261,7 +263,12 @@ class SampleOutput:
         return min(self._prefill.cached_tokens, len(self._submit.prompt.token_ids)) if self._prefill is not None else 0
 
     def _end(
-        self, reason: FinishReason, stop_reason: str = "", *, error: BaseException | None = None
+        self,
+        reason: FinishReason,
+        stop_reason: str = "",
+        *,
+        error: BaseException | None = None,
+        kv: KVSource | None = None,
     ) -> RequestFinished:
         self.timeline.decode_ns = self._last_token_ns - self._first_token_ns
         self.timeline.detokenize_ns = self._detokenize_ns
@@ -279,6 +286,7 @@ class SampleOutput:
             attempts=self.num_attempts,
             timeline=self.timeline,
             routed_experts=routed,
+            kv=kv,
         )
         self.finished = finished
         self._rows.finish(finished)

@@ -296,7 +296,7 @@ async def test_a_generation_streams_its_tokens(http: httpx.AsyncClient, mesh: Me
     [
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"ec_transfer_params": {}}, "ec_transfer_params"),
-        ({"features": {}}, "features"),
+        ({"features": {}}, "features.mm_hashes"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"token_ids": [10**6]}, "token_ids"),

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import uvicorn
 
@@ -14,11 +14,11 @@ from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.host.held_port import adopt
-from tokenloom.services.runtime.peers.tls import PublicTLS
+from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS
 
-from ..app import STOPPED, App
+from ..app import STOPPED
 from ..client_flow import REQUESTS_PER_TURN, TurnShare
-from ..http_exchange import FAREWELL_SECONDS
+from ..http_exchange import FAREWELL_SECONDS, HttpExchange
 from .connections import MIN_IDLE_SECONDS, Connections
 from .http_protocol import HttpContext, HttpProtocol
 from .tls_front import TlsFronts
@@ -37,14 +37,15 @@ class HttpServer:
 
     def __init__(
         self,
-        app: App,
+        app: Callable[[HttpExchange], Coroutine[Any, Any, None]],
         listen: str,
         *,
         budget: AdmissionLimit,
         connections: Connections,
         insecure: bool,
-        tls: PublicTLS | None = None,
+        tls: PublicTLS | MeshTLS | None = None,
         descriptor: int | None = None,
+        field: str = "http_listen",
     ) -> None:
         """Bind the address, or adopt the inherited socket that listens there.
 
@@ -55,13 +56,14 @@ class HttpServer:
             budget: Limits the bytes of all request bodies.
             connections: Limits the connections.
             insecure: Whether other machines may connect in plain text.
-            tls: The certificate for clients; None: plain text.
+            tls: The certificate for clients, or that of the mesh, for peers that have one too; None: plain text.
             descriptor: Of the inherited socket. Its unaccepted connections outlive this process.
+            field: The option of the address, for errors.
         """
-        address = addresses.parse(listen, field="http_listen")
+        address = addresses.parse(listen, field=field)
         is_closed = insecure or tls is not None
         remedy = "give --public-tls-cert or an API key"
-        addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
+        addresses.check_closed(address, insecure=is_closed, field=field, remedy=remedy)
         self._drain = asyncio.Event()
         context = HttpContext(app, budget, connections, TurnShare(REQUESTS_PER_TURN), self._drain)
         self._make_protocol = partial(HttpProtocol, context=context)
@@ -70,7 +72,7 @@ class HttpServer:
         self._fronts: TlsFronts | None = None  # complete handshakes; None in plain text, and before the start
         self._connections = connections
         self._is_held = descriptor is not None
-        self._socket = _bind(address) if descriptor is None else adopt(descriptor, address, field="http_listen_fd")
+        self._socket = _bind(address, field) if descriptor is None else adopt(descriptor, address, field=f"{field}_fd")
         self._path = "" if self._is_held else address.path
         self._identity = unix_socket.identity(self._path) if self._path else (0, 0)
         port = 0 if address.path else self._socket.getsockname()[1]
@@ -200,11 +202,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bind(address: addresses.Address) -> socket.socket:
+def _bind(address: addresses.Address, field: str) -> socket.socket:
     try:
         return unix_socket.listen(address.path, BACKLOG) if address.path else _listen_on_port(address)
     except OSError as error:
-        raise errors.Unavailable(f"http_listen: cannot bind {address}: {error.strerror}") from None
+        raise errors.Unavailable(f"{field}: cannot bind {address}: {error.strerror}") from None
 
 
 def _listen_on_port(address: addresses.Address) -> socket.socket:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.services.gateway.fake_encoders import SOUND, Vision, data_url
+from tests.services.gateway.fakes import LIMITS, SOON
 from tests.services.gateway.openai.test_chat_images import LARGE, body, part
 from tests.services.gateway.openai.test_chat_sounds import heard
 
@@ -48,7 +49,9 @@ async def test_a_rendered_chat_names_its_images(vision: Vision) -> None:
     }
     assert asked["mm_processor_kwargs"] == {"max_pixels": 99}
     assert bytes(asked["token_ids"]) == vision.chats[-1].messages_json
-    assert not any(encoder.pins for encoder in vision.encoders), "nothing is held once it is answered"
+    for encoder in vision.encoders:  # nothing is held once it is answered
+        while encoder.pins:
+            await asyncio.wait_for(encoder.released.get(), SOON)
     assert vision.mesh.outputs.requests.empty()
     assert (await render(vision.http))["features"] is None
 
@@ -94,6 +97,15 @@ async def test_sounds_have_a_name_of_their_own(vision: Vision) -> None:
     assert tokens.prompt.media[0].digest.hex() == hexed(sound)
 
 
+async def test_an_output_without_a_limit_takes_what_the_prompt_leaves(vision: Vision) -> None:
+    """With an image and without: the answer of a rendered chat does not end after a completion's 16 tokens."""
+    plain = {"token_ids": list(b"abcd"), "sampling_params": {}}
+    alone = await generate(vision, plain)
+    beside = await generate(vision, plain | {"content_parts": [{"type": "image_url", "url": data_url(IMAGE)}]})
+    rest = LIMITS.max_model_len - 4
+    assert alone.sampling_params.max_tokens == beside.sampling_params.max_tokens == rest > 16
+
+
 async def test_an_image_may_be_fetched_and_named(vision: Vision) -> None:
     first = {"type": "image_url", "url": "https://example.com/a.png", "uuid": "mine"}
     plain = {"token_ids": list(b"abcd"), "sampling_params": {"max_tokens": 3}}
@@ -117,8 +129,8 @@ PART = {"type": "image_url", "url": data_url(IMAGE)}
         ({"features": {"mm_hashes": {"video": []}, "mm_placeholders": {}}}, "features.mm_hashes.video", "known are"),
         ({"features": ONE | {"mm_hashes": {"image": ["ab"]}}}, "features.mm_hashes.image[0]", "SHA-256"),
         ({"content_parts": [{"type": "video_url", "url": "data:,"}]}, "content_parts[0].type", "video_url"),
-        ({"content_parts": [{"type": "image_url"}]}, "content_parts[0].image_url", "must be the URL of an image"),
-        ({"content_parts": [PART] * 5}, "content_parts[0].image_url", "may have 4 images, not 5"),
+        ({"content_parts": [{"type": "image_url"}]}, "content_parts[0].url", "must be the URL of an image"),
+        ({"content_parts": [PART] * 5}, "content_parts[0].url", "may have 4 images, not 5"),
         ({"content_parts": [PART], "token_ids": ["a"]}, "token_ids", "must hold token ids"),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs", "needs features or content_parts"),
     ],

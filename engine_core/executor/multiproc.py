@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +75,12 @@ class WorkerWatch:
                 while os.read(self.fd, 64):
                     pass
 
+    def wait_failure(self, seconds: float) -> None:
+        """Return once a worker has ended, or after so many seconds."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        poll.poll(math.ceil(1e3 * seconds))
+
     def close(self, reason: str) -> None:
         """Release the descriptors, and let ``reason`` be the failure unless there is one. No worker may be watched."""
         self.failure = self.failure or reason
@@ -91,6 +98,8 @@ class WorkerWatch:
             self._on_failure()
 
 
+_END_SECONDS = 2.0
+"""How long the end of another worker may take to be reported once a rank has failed."""
 _SEND_POLL_MS = 20
 """How often to check, while a worker takes no message, that its process still runs."""
 
@@ -241,7 +250,10 @@ class MultiprocExecutor:
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         replies = self._replies_of(self._call(method, args), range(len(self.workers)))
-        results = joined_results([_answer_of(rank, reply) for rank, reply in enumerate(replies)])
+        answers = [_answer_of(rank, reply) for rank, reply in enumerate(replies)]
+        if any(isinstance(answer, ExecutorFailedError) for answer in answers):
+            self._await_end()
+        results = joined_results(answers)
         if method == "reload_weights":
             self._weights = str(args[0])
         return results
@@ -298,7 +310,7 @@ class MultiprocExecutor:
         """
         replies = self._replies_of(call_id, ranks, timeout)
         for rank, reply in zip(ranks, replies, strict=True):
-            _raise_failure(rank, reply)
+            self._raise_failure(rank, reply)
         return replies
 
     def _replies_of(
@@ -318,7 +330,7 @@ class MultiprocExecutor:
             if fails_fast:
                 for rank in ranks:
                     if (reply := self._replies[rank].get(call_id)) is not None:
-                        _raise_failure(rank, reply)
+                        self._raise_failure(rank, reply)
         return [self._replies[rank].pop(call_id) for rank in ranks]
 
     def _read(self) -> None:
@@ -338,7 +350,7 @@ class MultiprocExecutor:
         for rank, replies in enumerate(self._replies):
             if rank not in ranks:
                 for failed_id in [failed_id for failed_id in replies if failed_id <= call_id]:
-                    _raise_failure(rank, replies.pop(failed_id))
+                    self._raise_failure(rank, replies.pop(failed_id))
 
     def _send(self, kind: WorkerRequestType, message: object) -> None:
         self._check_alive()
@@ -363,14 +375,23 @@ class MultiprocExecutor:
         self._send(WorkerRequestType.CALL, WorkerCall(call_id, method, [to_raw(arg) for arg in args]))
         return call_id
 
+    def _raise_failure(self, rank: int, reply: WorkerReply) -> None:
+        if (error := _error_of(rank, reply)) is not None:
+            if isinstance(error, ExecutorFailedError):
+                self._await_end()
+            raise error
+
+    def _await_end(self) -> None:
+        """Raise ``WorkerLostError`` if a rank has failed because another one has ended."""
+        # The system closes the connections of a killed process before it reports its end: another rank fails first,
+        # and the core would end instead of replacing the workers.
+        if len(self.workers) > 1:
+            self._watch.wait_failure(_END_SECONDS)
+            self._check_alive()
+
     def _check_alive(self) -> None:
         if self._watch.failure:
             raise WorkerLostError(self._watch.failure)
-
-
-def _raise_failure(rank: int, reply: WorkerReply) -> None:
-    if (error := _error_of(rank, reply)) is not None:
-        raise error
 
 
 def _answer_of(rank: int, reply: WorkerReply) -> object | Exception:

@@ -136,6 +136,31 @@ parser.add_argument("--address")
 raise SystemExit(run_worker(parser.parse_known_args()[0].address, WaitingWorker))
 """
 
+RESET_WORKER = """
+import argparse, os, signal, sys, threading
+from tokenloom.engine_core.executor.worker_process import run_worker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+
+class ResetWorker(HashWorker):
+    def __init__(self, config):
+        super().__init__(config)
+        self.rank = config.parallel.rank
+
+    def execute_model(self, scheduler_output):
+        if self.rank == 0:
+            raise RuntimeError("Connection reset by peer")
+        threading.Event().wait(0.2)  # the system is still giving its memory back
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def execute_dummy_batch(self):
+        self.execute_model(None)
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--address")
+sys.stderr = open(os.devnull, "w")
+os._exit(run_worker(parser.parse_known_args()[0].address, ResetWorker))
+"""
+
 ORPHAN_MAKER = """
 import sys
 from tests.engine_core.client.blocking import SyncMPClient
@@ -217,6 +242,18 @@ def test_a_failed_step_is_raised_to_the_caller(tmp_path: Path) -> None:
     core.add_request(make_request("a", [1, 2]))
     with pytest.raises(ExecutorFailedError, match="worker 0: RuntimeError: broken"):
         core.step()
+    core.shutdown()
+
+
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_a_rank_that_fails_because_another_was_killed_is_no_failure_of_its_own(tmp_path: Path, is_dummy: bool) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(RESET_WORKER)
+    executor = MultiprocExecutor(make_config(), [sys.executable, str(script)], world_size=2)
+    core = EngineCore(make_config(), executor)
+    core.add_request(make_request("a", [1, 2]))
+    with pytest.raises(WorkerLostError, match="worker 1 ended with status -9"):
+        executor.collective_rpc("execute_dummy_batch") if is_dummy else core.step()
     core.shutdown()
 
 

@@ -103,22 +103,25 @@ def test_ranks_whose_core_is_killed_cost_no_request(spread: Group, config: Engin
     assert group.ranks[1 - lost].pid == other
 
 
-@pytest.mark.parametrize("balanced", [False, True], ids=["fixed", "balanced"])
+@pytest.mark.parametrize(
+    ("balanced", "stages"), [(False, 1), (True, 1), (False, 2)], ids=["fixed", "balanced", "fixed in stages"]
+)
 def test_experts_are_spread_over_the_workers_of_all_engines(
-    config: EngineConfig, socket_dir: Path, balanced: bool
+    config: EngineConfig, socket_dir: Path, balanced: bool, stages: int
 ) -> None:
-    """Two engines of two tensor parallel workers: each worker has a quarter of the experts. One of them is killed."""
+    """Two engines of two workers: each has a quarter of the experts, or half of those of its stage. One is killed."""
     requests = make_requests(3, 40)
     expected = alone(config, requests)
     parallel = ParallelConfig(
-        tensor_parallel_size=2,
+        tensor_parallel_size=2 // stages,
+        pipeline_parallel_size=stages,
         enable_expert_parallel=True,
         enable_eplb=balanced,
         eplb_config=EPLB if balanced else None,
     )
     group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel))
     try:
-        assert "ep-tp-2" in group.ranks[0].ready.numerics.split("/")
+        assert ("ep-tp-2" if stages == 1 else "ep") in group.ranks[0].ready.numerics.split("/")
         for index, request in enumerate(requests):
             group.add(index % 2, request)
         group.finish()

@@ -20,13 +20,13 @@ class CPUWorker(ModelWorker):
 
 
 class CUDAWorker(ModelWorker):
-    """Computes on a GPU of this process: the first one, or of several workers each on its own.
+    """Computes on a GPU of this process; the workers of all engines of a host take its GPUs in turn.
 
     Raises ``ValueError`` if there is none.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, CUDAPlatform(config.cache.gpu_memory_utilization, _device_of(config.parallel.rank)))
+        super().__init__(config, CUDAPlatform(config.cache.gpu_memory_utilization, gpu_number(config)))
 
 
 def make_worker(config: EngineConfig) -> Worker:
@@ -44,20 +44,18 @@ def make_worker(config: EngineConfig) -> Worker:
     if name == "cuda" or (name == "auto" and has_gpu):
         if not is_encoder:
             return CUDAWorker(config)
-        return EncoderWorker(
-            config, CUDAPlatform(config.cache.gpu_memory_utilization, _device_of(config.parallel.rank))
-        )
+        return EncoderWorker(config, CUDAPlatform(config.cache.gpu_memory_utilization, gpu_number(config)))
     return EncoderWorker(config, CPUPlatform()) if is_encoder else CPUWorker(config)
 
 
 def _platform(config: EngineConfig) -> Platform:
     """Return the platform of a device that no worker of its own has. Raises ``ValueError`` if it is not there."""
     if config.worker.device == "xpu":
-        return XPUPlatform(config.cache.gpu_memory_utilization, config.parallel.rank)
+        return XPUPlatform(config.cache.gpu_memory_utilization, gpu_number(config))
     platform: Platform = load("platforms", config.worker.device, config.plugins)(config)
     return platform
 
 
-def _device_of(rank: int) -> torch.device | None:
-    """Return the GPU of a rank; None: the first one."""
-    return torch.device("cuda", rank % torch.cuda.device_count()) if rank and torch.cuda.is_available() else None
+def gpu_number(config: EngineConfig) -> int:
+    """Return the number of a worker among those of all engines of its host, which each have as many."""
+    return config.worker.place_on_host * config.parallel.world_size + config.parallel.rank

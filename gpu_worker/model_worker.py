@@ -1,5 +1,6 @@
 """Loads a checkpoint, measures memory and runs steps, on the device of its platform."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ from .warm_up import (
     within,
 )
 
+log = logging.getLogger(__name__)
 _NO_RUNNER = "call initialize_kv_cache first"
 
 
@@ -103,7 +105,7 @@ class ModelWorker:
         # None: one that is built in.
         self._plugged_backend = _plugged_backend(config)
         self._ranks = ONLY_RANK
-        self._num_sharing = num_sharing(config, is_on_host=platform.pool_is_on_host)
+        self._num_sharing = num_sharing(config, None if platform.pool_is_on_host else platform.num_devices)
         self._device = platform.device
         self._loras = LoraSlots(config.lora, platform.device) if config.lora.enable else None
         self._slot: ModelSlot | None = None
@@ -229,7 +231,21 @@ class ModelWorker:
         # billions of weights. Each layer frees its activations before the next, so a few show the same peak.
         self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
         adapters = 0 if self._loras is None else self._loras.reserved_bytes()
-        return self._platform.kv_memory(self._largest.activation_bytes + adapters, self._num_sharing)
+        beside = self._largest.activation_bytes + adapters + self._graph_bytes()
+        return self._platform.kv_memory(beside, self._num_sharing)
+
+    def _graph_bytes(self) -> int:
+        """Return how much memory of a device the graphs of steps keep: capture them over a pool of one block, because
+        where the KV lies does not change that, and drop them."""
+        platform = self._platform
+        if self._config.worker.enforce_eager or platform.make_capture() is None:
+            return 0
+        runner = self._make_runner(num_blocks=1)
+        kept = platform.kept_by(runner.record_ahead)
+        del runner
+        platform.return_freed()
+        log.info("graphs of steps keep %.2f GiB beside the KV pool", kept / (1 << 30))
+        return kept
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
         """Allocate the pool and the buffers for the fitted context length, and compute steps of the sizes to come."""

@@ -162,6 +162,11 @@ class WorkerConfig(Struct, frozen=True):
     ] = "auto"
     num_threads: Annotated[Size, "Compute threads; 0: the library decides."] = 0
     cpus: Annotated[tuple[Size, ...], "Cores that the worker is bound to, by number; by default any."] = ()
+    place_on_host: Annotated[
+        Size,
+        "Number of this engine among those of the host: on a host with several GPUs each engine computes on the next "
+        "ones, as many as it has workers, and after the last GPU the first one follows.",
+    ] = 0
     step_seconds: Annotated[
         Duration, "Seconds that a step of the hash or timed worker takes.", Meta(extra={"name": "hash_step_seconds"})
     ] = 0.0
@@ -236,7 +241,9 @@ class CacheConfig(Struct, frozen=True):
         "Share of a GPU's memory for the weights, activations and KV of all engines on it; of no effect on a CPU.",
     ] = 0.9
     engines_on_host: Annotated[
-        Count, "Engines that share the memory of this host or GPU; by default each plans KV blocks for its part."
+        Count,
+        "Engines of this host, which share its memory, or that of a GPU that several of them take; by default each "
+        "plans KV blocks for its part.",
     ] = 1
     disable_hybrid_kv_cache_manager: Annotated[
         bool,

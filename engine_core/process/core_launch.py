@@ -256,8 +256,10 @@ class RemoteCore:
         if config.parallel.distributed_executor_backend != "ray":  # whose workers have bundles of their own
             gpus = gpus_of_worker(config, self._ray.cluster_resources()) * config.parallel.world_size
         # The cores of this machine, to which the mesh may have bound the worker, say nothing about the node.
-        worker = replace(config.worker, cpus=(), device="cuda" if gpus else config.worker.device)
-        self._config = replace(config, worker=worker)
+        worker = replace(config.worker, cpus=(), device="cuda" if gpus else config.worker.device, place_on_host=0)
+        # The GPUs are the core's alone, however many engines this machine has.
+        cache = replace(config.cache, engines_on_host=1) if gpus else config.cache
+        self._config = replace(config, worker=worker, cache=cache)
         self._group = reserve(self._ray, 1, gpus, what="core of an engine")
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group)
         actor = self._ray.remote(CoreActor)

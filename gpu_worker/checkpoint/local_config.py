@@ -276,10 +276,15 @@ def _check_balancing(parallel: ParallelConfig) -> None:
         raise ValueError("enable_eplb: needs enable_expert_parallel, and several workers or engines to balance")
 
 
-def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
-    """Return how many workers share the memory of a device; ranks of an engine that are on GPUs have one each."""
+def num_sharing(config: EngineConfig, num_devices: int | None) -> int:
+    """Return how many workers share the memory of a device, of which the process sees so many; None: they share that of
+    the host. ``engines_on_host`` counts workers where an engine has several."""
     count = config.cache.engines_on_host
-    return count if is_on_host else max(1, count // config.parallel.world_size)
+    if num_devices is None:
+        return count
+    if config.parallel.distributed_executor_backend == "ray":
+        return 1  # Ray gives each worker a device of its own, and shows it no other
+    return -(-count // num_devices)
 
 
 def _local_experts(experts: ExpertSwitches, place: RankPlace, layers: slice) -> ExpertSwitches:

@@ -6,10 +6,12 @@ slot, so they write no KV, and no entry in the list of the attention kernel, so 
 pool of memory, because only the results of the latest step are needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
 from ..attention.grouped_backend import GroupedBackend
@@ -20,6 +22,7 @@ from .step_tensors import Capture, Graph, StepSize, StepTensors
 # Steps with prompts have graphs too: a short chunk next to decodes made the whole step many single launches.
 MOST_TOKENS = 512
 """Larger steps are computed operation by operation: the device takes longer than the calls."""
+_NO_GRAPH = "no_graph"
 _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 384, MOST_TOKENS)
 
 
@@ -32,13 +35,16 @@ class GraphSize:
     """Whether every request has one token and draws; otherwise the logits are not part of the graph."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Holds the graph of one size."""
+class _OneByOne:
+    """Fulfils ``Graph`` for a step that the device did not capture: each replay calls its operations again."""
 
-    graph: Graph
-    results: list[Tensor]
-    """The last hidden states [tokens, hidden_size], and of a decode the logits [tokens, vocab]; replays write them."""
+    def __init__(self, compute: Callable[[], Sequence[Tensor]]) -> None:
+        """Compute the step. Raises what it raises."""
+        self._compute = compute
+        self.results = compute()
+
+    def replay(self) -> None:
+        self.results = self._compute()
 
 
 def row_buckets(most: int) -> list[int]:
@@ -101,7 +107,8 @@ class StepGraphs:
         self._most_requests = min(most.requests, most.tokens)
         self._rows = row_buckets(self._most_requests)
         self._tokens = token_buckets(most.tokens)
-        self._steps: dict[GraphSize, _Step] = {}
+        self._graphs: dict[GraphSize, Graph] = {}
+        """Each results in the last hidden states [tokens, hidden_size], and of a decode in logits [tokens, vocab]."""
 
     @property
     def sizes(self) -> list[GraphSize]:
@@ -128,28 +135,38 @@ class StepGraphs:
 
     def forget(self) -> None:
         """Drop all graphs: the weights or the KV caches are others from now on."""
-        self._steps.clear()
+        self._graphs.clear()
+        self._capture.forget()
+        OF_PROCESS.end(_NO_GRAPH)
 
     def record(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> None:
         """Capture the graph of a size, if there is none. The tensors must hold a step of it, which may be padding."""
-        if size not in self._steps:
-            self._steps[size] = self._record(size, model, kv_caches)
+        if size not in self._graphs:
+            self._graphs[size] = self._record(size, model, kv_caches)
 
     def run(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor | None]:
         """Compute the step in the tensors, padded to ``size``. Returns the last hidden states [tokens, hidden_size] and
         the logits, if it is a decode, [tokens, vocab]; both hold until the next step."""
         self.record(size, model, kv_caches)
-        step = self._steps[size]
-        step.graph.replay()
-        return step.results[0], step.results[1] if size.is_decode else None
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.results[0], graph.results[1] if size.is_decode else None
 
-    def _record(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> _Step:
-        tensors, results = self._tensors.part(size.step), list[Tensor]()
+    def _record(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> Graph:
+        tensors = self._tensors.part(size.step)
         longest = tensors.tables.shape[2] * self._plans.block_size
         plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens, longest)
 
-        def compute() -> None:
+        def compute() -> list[Tensor]:
             hidden = model.forward(tensors.token_ids, tensors.positions, kv_caches, plan)
-            results[:] = [hidden, model.compute_logits(hidden)] if size.is_decode else [hidden]
+            return [hidden, model.compute_logits(hidden)] if size.is_decode else [hidden]
 
-        return _Step(self._capture(compute), results)
+        try:
+            return self._capture(compute)
+        except RuntimeError as error:  # PyTorch's, and the driver's
+            # One size without a graph is slower, and no reason to serve nothing. What keeps the step itself from being
+            # computed is raised by the next call.
+            graph = _OneByOne(compute)
+            kind = "decodes" if size.is_decode else "tokens"
+            OF_PROCESS.add(_NO_GRAPH, f"{size.step.tokens} {kind}: {type(error).__name__}: {error!s:.200}")
+            return graph

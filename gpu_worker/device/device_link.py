@@ -84,6 +84,20 @@ def link_of(device: torch.device) -> DeviceLink:
     return CUDALink() if device.type == "cuda" else HostLink()
 
 
+class DeviceArray:
+    """Describes memory of a GPU to PyTorch, which makes a tensor of it that neither copies nor owns it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        """``typestr``: of the elements, as NumPy's array interface writes it."""
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
 _ALIGNMENT = 16
 """Kernels load 16 bytes at once from addresses that are multiples of it."""
 

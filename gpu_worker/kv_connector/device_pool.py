@@ -18,6 +18,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVT
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..attention.attention_backend import KVCache
+from ..device.device_link import DeviceArray
 from .socket_frames import decoded
 
 CopyBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -300,7 +301,7 @@ class CudaMapping:
         if regions * blocks * words * 8 != self._exported.nbytes:
             self.close()
             raise ValueError(f"the owner's pool has {self._exported.nbytes} bytes, not {shape} words of 8")
-        tensor: Tensor = torch.as_tensor(_Array(self._base + self._exported.offset, shape))
+        tensor: Tensor = torch.as_tensor(DeviceArray(self._base + self._exported.offset, shape, "<i8"))
         return tensor
 
     def close(self) -> None:
@@ -308,19 +309,6 @@ class CudaMapping:
             self._is_open = False
             driver = _driver(self._device)
             driver.cuIpcCloseMemHandle(ctypes.c_uint64(self._base))
-
-
-class _Array:
-    """Describes memory of a GPU to PyTorch, which makes a tensor of it without a copy."""
-
-    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": "<i8",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 def _driver(device: torch.device) -> Any:

@@ -40,6 +40,10 @@ class Platform(Protocol):
         """The device's model, if other models round differently; empty: all of the kind compute alike."""
 
     @property
+    def num_devices(self) -> int:
+        """How many devices of the kind the process sees, which the workers of the host take in turn."""
+
+    @property
     def pool_is_on_host(self) -> bool:
         """Whether the KV pool is memory of the host, which transports can read, or of the device."""
 
@@ -51,7 +55,11 @@ class Platform(Protocol):
         host."""
 
     def make_capture(self) -> Capture | None:
-        """Return what captures steps, so that one call gives the device all of a step; None: the device cannot."""
+        """Return what captures steps, so that one call gives the device all of a step; None: the device cannot. It
+        serves one engine, whose earlier graphs are dropped."""
+
+    def kept_by(self, call: Callable[[], None]) -> int:
+        """Run the call and return how much memory of the device stays in use after it. Called if graphs are made."""
 
     def start(self, num_threads: int, num_engines: int) -> None:
         """Prepare the device before anything is loaded. ``num_threads`` of the host; 0: the library decides.
@@ -86,6 +94,7 @@ class CPUPlatform:
     """Fulfils :class:`Platform` for the CPU of this process."""
 
     device = torch.device("cpu")
+    num_devices = 1
     hardware = ""
     pool_is_on_host = True
     computes_fp8 = False
@@ -111,6 +120,9 @@ class CPUPlatform:
 
     def make_capture(self) -> None:
         return None
+
+    def kept_by(self, call: Callable[[], None]) -> int:
+        raise AssertionError("no graphs are made here")
 
     def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
         raise AssertionError("the pool of a CPU is memory of the host")
@@ -152,15 +164,18 @@ class CUDAPlatform:
     pool_is_on_host = False
     cpu_watch: None = None
 
-    def __init__(self, memory_share: float, device: torch.device | None = None) -> None:
+    def __init__(self, memory_share: float, number: int = 0) -> None:
         """``memory_share``: of the device's memory, for weights, activations and KV of all engines together.
+        ``number`` of the worker on this host: workers take the GPUs in turn.
 
         Raises ``ValueError`` if this PyTorch finds no GPU.
         """
         if not torch.cuda.is_available():
             raise ValueError(f"device cuda: this PyTorch ({torch.__version__}) finds no GPU")
-        self.device = device or torch.device("cuda", 0)
+        self.num_devices = torch.cuda.device_count()
+        self.device = torch.device("cuda", number % self.num_devices)
         self._memory_share = memory_share
+        self._capture: Capture | None = None
 
     def start(self, num_threads: int, num_engines: int) -> None:
         torch.cuda.set_device(self.device)
@@ -192,7 +207,17 @@ class CUDAPlatform:
         return StepTools(CUDALink(), TritonRowKernels())
 
     def make_capture(self) -> Capture | None:
-        return GraphCapture() if uses_triton(self.device) else None
+        if self._capture is None and uses_triton(self.device):
+            self._capture = GraphCapture()
+        return self._capture
+
+    def kept_by(self, call: Callable[[], None]) -> int:
+        self.return_freed()
+        before = torch.cuda.memory_reserved(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        self.return_freed()
+        return max(0, torch.cuda.memory_reserved(self.device) - before)
 
     def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
         copy = copy_with_torch
@@ -230,15 +255,16 @@ class XPUPlatform:
     cpu_watch: None = None
     computes_fp8 = False
 
-    def __init__(self, memory_share: float, rank: int = 0, device: torch.device | None = None) -> None:
-        """``memory_share``: of the device's memory, for weights, activations and KV of all engines together. ``rank``
-        of several workers: each has a GPU of its own. ``device``: None for that GPU.
+    def __init__(self, memory_share: float, number: int = 0, device: torch.device | None = None) -> None:
+        """``memory_share``: of the device's memory, for weights, activations and KV of all engines together.
+        ``number`` of the worker on this host: workers take the GPUs in turn. ``device``: None for that GPU.
 
         Raises ``ValueError`` if this PyTorch finds no such GPU.
         """
         if not torch.xpu.is_available():
             raise ValueError(f"device xpu: this PyTorch ({torch.__version__}) finds no GPU of Intel")
-        self.device = device or torch.device("xpu", rank % torch.xpu.device_count())
+        self.num_devices = torch.xpu.device_count()
+        self.device = device or torch.device("xpu", number % self.num_devices)
         self._memory_share = memory_share
 
     def start(self, num_threads: int, num_engines: int) -> None:
@@ -263,6 +289,9 @@ class XPUPlatform:
 
     def make_capture(self) -> None:
         return None
+
+    def kept_by(self, call: Callable[[], None]) -> int:
+        raise AssertionError("no graphs are made here")
 
     def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
         raise ValueError("kv_transports: KV on xpu does not move between engines: leave the option out")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.gpu_worker.cuda.late_platform import BYTES_OF_GRAPH, LatePlatform, use_tensor_backend
 from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tests.parity.state_checkpoints import make_model, write_model
 from tokenloom import demo_model
@@ -28,6 +29,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, StateRun
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker import model_worker
+from tokenloom.gpu_worker.cuda.step_graphs import row_buckets, token_buckets
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
@@ -80,6 +82,23 @@ def test_the_platform_says_how_much_is_left_for_kv():
     num_slots = sum(-(-length // 16) * 16 for length in largest_step(config.scheduler, info.max_model_len))
     activations = (1 << 20) - num_slots * info.kv_bytes_per_token
     assert worker.determine_available_memory() == (5 << 20) - activations
+
+
+def test_what_graphs_keep_is_left_out_of_the_kv_pool(monkeypatch):
+    use_tensor_backend(monkeypatch)
+    config, left = make_config(), {}
+    num_graphs = len(row_buckets(8)) + len(token_buckets(64))
+    for eager in (True, False):
+        worker_config = msgspec.structs.replace(config.worker, enforce_eager=eager)
+        platform = LatePlatform()
+        worker = ModelWorker(msgspec.structs.replace(config, worker=worker_config), platform)
+        worker.load_model()
+        left[eager] = worker.determine_available_memory()
+        assert len(platform.capture.graphs) == (0 if eager else num_graphs)
+        worker.initialize_kv_cache(KVCacheConfig(num_blocks=16, max_model_len=128))
+        assert len(platform.capture.graphs) == (0 if eager else 2 * num_graphs), "they are captured over the real pool"
+        worker.shutdown()
+    assert left[True] - left[False] == num_graphs * BYTES_OF_GRAPH
 
 
 def test_it_sleeps_and_wakes_with_a_pool_of_its_own():

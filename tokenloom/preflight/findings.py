@@ -21,7 +21,7 @@ from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, FOLDER, library_name, v
 from tokenloom.process.plugins import find_package, installed_packages
 from tokenloom.services.runtime.host.limits import NEEDED
 
-from .host import check_encoder_packages, check_engine_packages, check_run_directory, platform_note
+from .host import check_encoder_packages, check_engine_packages, check_run_directory, may_have_gpu, platform_note
 from .small_files import CannotServe
 
 Level = Literal["ok", "warn", "fail"]
@@ -62,12 +62,24 @@ def examine_host(run_directory: Path) -> Iterator[Finding]:
     where = f"{platform.system()} on {platform.machine()}, Python {platform.python_version()}"
     yield Finding("warn" if note else "ok", "platform", note or where)
     yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} for this user's processes")
+    yield _gpus(Path("/proc/driver/nvidia/gpus"))
     yield _memory(Path("/proc/meminfo"))
     yield _shared_memory(Path("/dev/shm"))
     yield _huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     yield _descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield from_check("sockets", f"in {run_directory}", lambda: check_run_directory(run_directory))
     yield _clock()
+
+
+def _gpus(folder: Path) -> Finding:
+    lines = [line for file in sorted(folder.glob("*/information")) for line in file.read_text().splitlines()]
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    if not names:
+        return Finding("ok", "GPUs", "none that NVIDIA's driver lists: models are computed on the CPU")
+    text = f"{len(names)} ({', '.join(sorted(set(names)))})"
+    if not may_have_gpu():
+        return Finding("warn", "GPUs", f"{text}, but the installed torch computes on CPUs: install one for CUDA")
+    return Finding("ok", "GPUs", f"{text}: each engine of `tokenloom serve` takes the next ones")
 
 
 def _memory(file: Path) -> Finding:

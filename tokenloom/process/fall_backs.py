@@ -44,6 +44,7 @@ KINDS: Final[Mapping[str, str]] = {
     "kv_transport": "A transport of KV blocks does not work on this machine: others are used, or none.",
     "slow_kernels": "Kernels are not available or not those built ahead: slower operations replace them.",
     "slow_modules": "The modules of transformers compute the model, which takes more time.",
+    "no_graph": "A GPU did not capture steps of some sizes: their operations are called one by one, which is slower.",
     "less_precision": "The checkpoint's dtype has no kernels here: it is served with less precision.",
     "unquantized": "Layers of shapes that --quantization cannot take keep their dtype: they take more memory and time.",
     "short_prompts": "Prompts are limited to less than the model's context.",

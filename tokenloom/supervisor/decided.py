@@ -11,7 +11,7 @@ DECIDED = frozenset(
     {
         *("config", "instance_id", "listen", "listen_fd", "http_listen", "http_listen_fd", "state_file", "model"),
         *("served_model_name", "coordinator", "tokenizers", "output_processors", "role", "kv_listen"),
-        *("engines_on_host", "data_parallel_size", "data_parallel_rank", "data_parallel_group"),
+        *("engines_on_host", "place_on_host", "data_parallel_size", "data_parallel_rank", "data_parallel_group"),
         *("data_parallel_address", "tower_threads", "advertise_address", "kv_advertise_address", "drain_timeout"),
         "page_kills",
     }

@@ -301,7 +301,8 @@ class _Layout:
         flags: tuple[str, ...] = ("--role", role)
         if role != "both":  # only these exchange KV blocks
             flags += ("--kv-listen", str(Address(path=str(kv_socket))))
-        flags += ("--engines-on-host", str(len(self._shares)), "--num-threads", str(share.threads))
+        flags += ("--engines-on-host", str(len(self._shares)), "--place-on-host", str(index))
+        flags += ("--num-threads", str(share.threads))
         if share.cpus:  # of the worker only: the engine's own process answers while the worker computes
             # Bound as a whole, an engine answered from the core on which its worker computes: 520 and 545 tokens/s from
             # a prefill and a decode engine on two cores, and 660 with the worker alone bound.

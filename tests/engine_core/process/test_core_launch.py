@@ -2,10 +2,12 @@
 
 import socket
 import threading
+from unittest.mock import MagicMock
 
 import pytest
 
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, KVConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.executor import ray_cluster
 from tokenloom.engine_core.process.core_launch import RemoteCore, _accept
 
 SOON = 30.0
@@ -38,3 +40,15 @@ def test_kv_that_moves_is_refused_before_ray_is_asked() -> None:
 def test_no_array_is_put_into_the_memory_of_another_machine() -> None:
     assert ON_RAY.request_arena_bytes == 0
     assert ParallelConfig().request_arena_bytes == ParallelConfig().array_arena_bytes > 0
+
+
+@pytest.mark.parametrize(("gpus", "engines", "place"), [(0, 3, 0), (1, 1, 0)])
+def test_the_gpus_of_a_core_are_its_own(gpus: int, engines: int, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many engines the client's machine has, of which this one is the third."""
+    monkeypatch.setattr(ray_cluster, "connect", MagicMock())
+    monkeypatch.setattr(ray_cluster, "reserve", lambda *_, **__: None)
+    monkeypatch.setattr(ray_cluster, "gpus_of_worker", lambda *_: gpus)
+    config = EngineConfig(worker=WorkerConfig(place_on_host=2), cache=CacheConfig(engines_on_host=3), parallel=ON_RAY)
+    core = RemoteCore(config)
+    core._connection.close()
+    assert (core._config.cache.engines_on_host, core._config.worker.place_on_host) == (engines, place)

@@ -1,5 +1,7 @@
 """A platform whose device is always behind the host, on tensors of the CPU: a GPU's worker without a GPU."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.gpu_worker.cuda.host_rows import HostRowKernels
@@ -12,6 +14,8 @@ from tokenloom.gpu_worker import model_worker
 from tokenloom.gpu_worker.cuda.step_tensors import StepTools
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+
+BYTES_OF_GRAPH = 1 << 12
 
 
 class LatePlatform(ApartPlatform):
@@ -30,6 +34,12 @@ class LatePlatform(ApartPlatform):
 
     def make_capture(self) -> OpCapture:
         return self.capture
+
+    def kept_by(self, call: Callable[[], None]) -> int:
+        """Return as if each graph that the call makes kept some memory."""
+        before = len(self.capture.graphs)
+        call()
+        return BYTES_OF_GRAPH * (len(self.capture.graphs) - before)
 
 
 def use_tensor_backend(monkeypatch: pytest.MonkeyPatch) -> None:

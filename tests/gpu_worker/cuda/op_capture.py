@@ -23,8 +23,9 @@ class _Recorder(TorchDispatchMode):
 class OpGraph:
     """Holds operations with the very tensors that they read and wrote. Nothing of the captured call runs again."""
 
-    def __init__(self, operations):
+    def __init__(self, operations, results):
         self._operations = operations
+        self.results = results
         self.num_replays = 0
 
     def replay(self):
@@ -43,6 +44,10 @@ class OpCapture:
 
     def __init__(self):
         self.graphs = []
+        self.num_forgotten = 0
+
+    def forget(self):
+        self.num_forgotten += 1
 
     @property
     def num_replays(self):
@@ -51,6 +56,6 @@ class OpCapture:
     def __call__(self, compute):
         compute()
         with _Recorder() as recorder:
-            compute()
-        self.graphs.append(OpGraph(recorder.operations))
+            results = compute()
+        self.graphs.append(OpGraph(recorder.operations, results))
         return self.graphs[-1]

@@ -1,11 +1,13 @@
 """Which steps come from graphs, and where graphs read and write."""
 
+import gc
 from collections import Counter, deque
 
 import numpy as np
 import pytest
 import torch
 
+from tests.gpu_worker.cuda.fake_cuda import FakeCuda
 from tests.gpu_worker.cuda.host_rows import HostRowKernels
 from tests.gpu_worker.cuda.late_link import LateLink
 from tests.gpu_worker.cuda.late_platform import use_tensor_backend
@@ -15,14 +17,16 @@ from tests.gpu_worker.sampler.device.host_draw import HostKernels
 from tests.gpu_worker.test_model_runner import DEMO_MODEL, PARAMS, PROMPTS, begin, new
 from tokenloom.engine_core.data.scheduler_output import await_output
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
+from tokenloom.gpu_worker.cuda import step_tensors
 from tokenloom.gpu_worker.cuda.device_steps import DeviceSteps, StepBuffers
 from tokenloom.gpu_worker.cuda.step_graphs import StepGraphs, StepPlans, row_buckets, token_buckets
-from tokenloom.gpu_worker.cuda.step_tensors import StepSize, StepTensors, StepTools
+from tokenloom.gpu_worker.cuda.step_tensors import GraphCapture, StepSize, StepTensors, StepTools
 from tokenloom.gpu_worker.device.device_link import copy_packed, to_device
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.process.fall_backs import OF_PROCESS
 
 CPU = torch.device("cpu")
 
@@ -134,6 +138,59 @@ def test_all_graphs_are_captured_ahead_and_replayed_in_place(model):
     lives(runner)
     assert capture.num_replays == 16, "other weights have other graphs"
     assert len(capture.graphs) > len(row_buckets(4)) + len(token_buckets(48))
+
+
+def test_graphs_are_captured_again_for_other_weights(model, monkeypatch):
+    cuda, linear = FakeCuda(monkeypatch), torch.nn.functional.linear
+    monkeypatch.setattr(step_tensors, "unowned", lambda tensor: tensor, raising=False)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: (cuda.multiply(), linear(*given))[1])
+    runner = make_runner(model, GraphCapture(), LateLink())
+    for _ in range(2):  # the start, and a reload or the end of a sleep
+        runner.record_ahead()
+        assert sum(cuda.graphs_of.values()) == len(row_buckets(4)) + len(token_buckets(48))
+        runner.set_model(model)
+        gc.collect()
+        assert not cuda.graphs_of
+
+
+class FailingCapture(OpCapture):
+    """Cannot capture so many calls, the first ones."""
+
+    def __init__(self, num_failures):
+        super().__init__()
+        self.num_left = num_failures
+
+    def __call__(self, compute):
+        compute()
+        if self.num_left:
+            self.num_left -= 1
+            raise RuntimeError("CUDA error: out of memory")
+        return super().__call__(compute)
+
+
+def test_steps_that_cannot_be_captured_are_computed_one_operation_after_the_other(model):
+    expected = lives(make_runner(model, None, LateLink()))
+    most = len(row_buckets(4)) + len(token_buckets(48))
+    for num_failures in (1, most):
+        runner = make_runner(model, FailingCapture(num_failures), LateLink())
+        runner.record_ahead()
+        assert ("no_graph", "48 tokens: RuntimeError: CUDA error: out of memory") in [
+            (kind, reason[:50]) for kind, reason in OF_PROCESS.own()
+        ]
+        capture = runner._recordings._graphs._capture
+        assert len(capture.graphs) == most - num_failures
+        assert lives(runner) == expected
+        # The largest graph is that of no step here.
+        assert capture.num_replays == (8 if num_failures == 1 else 0)
+    runner.set_model(model)
+    assert not OF_PROCESS.of("").get("no_graph"), "other weights may have more room"
+
+
+def test_a_step_that_cannot_be_computed_is_no_step_without_a_graph(model, monkeypatch):
+    runner = make_runner(model, FailingCapture(0), LateLink())
+    monkeypatch.setattr(type(model), "compute_logits", lambda *_: torch.empty(0).view(1))
+    with pytest.raises(RuntimeError, match="shape"):
+        runner.record_ahead()
 
 
 def tensors_of(runner):

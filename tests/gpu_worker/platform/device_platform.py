@@ -14,6 +14,7 @@ class ApartPlatform:
     """As a GPU's: the pool is the device's, tokens are drawn there."""
 
     device = torch.device("cpu")
+    num_devices = 1
     pool_is_on_host = False
     cpu_watch = None
     hardware = "apart"

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, KVConfig, ParallelConfig, WorkerConfig
+from tokenloom.gpu_worker.checkpoint.local_config import num_sharing
+from tokenloom.gpu_worker.devices import CUDAWorker
 from tokenloom.gpu_worker.platform.platform import CUDAPlatform, check_device
 
 GIB = 1 << 30
@@ -28,6 +30,7 @@ class FakeGPU:
     def install(self, monkeypatch):
         cuda = {
             "is_available": lambda: True,
+            "device_count": lambda: 2,
             "mem_get_info": self.mem_get_info,
             "memory_reserved": lambda device: self.reserved,
             "memory_allocated": lambda device: self.allocated,
@@ -75,6 +78,41 @@ def test_the_peak_of_a_call_is_what_it_adds(gpu):
 
     assert CUDAPlatform(0.9).peak_of(call) == 3 * GIB
     assert gpu.calls == ["reset", "call", "synchronize", "empty"], "kernels run behind the call that launches them"
+
+
+def test_what_a_call_keeps_is_what_stays_reserved_after_it(gpu):
+    gpu.reserved = 10 * GIB
+
+    def call():
+        gpu.calls.append("call")
+        gpu.reserved += 2 * GIB
+
+    assert CUDAPlatform(0.9).kept_by(call) == 2 * GIB
+    assert gpu.calls == ["empty", "call", "synchronize", "empty"], "what is free in between does not count"
+
+
+def test_the_engines_of_a_host_take_its_gpus_in_turn(gpu):
+    def device_of(place, rank=0, size=1):
+        parallel = ParallelConfig(tensor_parallel_size=size, rank=rank)
+        return CUDAWorker(EngineConfig(worker=WorkerConfig(place_on_host=place), parallel=parallel))._device
+
+    assert [str(device_of(place)) for place in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [str(device_of(0, rank, 2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert [str(device_of(1, rank, 2)) for rank in range(2)] == ["cuda:0", "cuda:1"], "the first engine's again"
+
+
+@pytest.mark.parametrize(
+    ("engines", "num_gpus", "sharing"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 2), (4, 2, 2), (2, 8, 1)]
+)
+def test_engines_share_the_memory_of_a_gpu_if_there_are_more_of_them(engines, num_gpus, sharing):
+    config = EngineConfig(cache=CacheConfig(engines_on_host=engines))
+    assert num_sharing(config, num_gpus) == sharing
+    assert num_sharing(config, None) == engines, "all share the host's"
+    on_ray = EngineConfig(
+        cache=config.cache, parallel=ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray")
+    )
+    assert num_sharing(on_ray, 1) == 1, "Ray gives each worker a GPU"
+    assert num_sharing(on_ray, None) == engines
 
 
 def test_the_name_of_the_gpu_is_one_word_of_the_numerics(gpu):

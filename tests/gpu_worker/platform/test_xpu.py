@@ -54,7 +54,7 @@ def config_of(device: str = "xpu") -> EngineConfig:
 
 
 def test_its_memory_is_divided_as_a_gpus_is(fake: FakeXPU) -> None:
-    platform: Platform = XPUPlatform(0.9, rank=3)
+    platform: Platform = XPUPlatform(0.9, 3)
     assert platform.device == torch.device("xpu", 1)
     assert platform.hardware == "Intel(R)-Arc(TM)-B580-12"
     assert platform.kv_memory(GIB, 1) == int(0.9 * 16 * GIB) - 2 * GIB - GIB
@@ -75,7 +75,7 @@ def test_what_it_lacks_is_refused(fake: FakeXPU, monkeypatch: pytest.MonkeyPatch
 
 def test_the_demo_model_gives_the_tokens_of_a_cpu(fake: FakeXPU, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        devices, "XPUPlatform", lambda share, rank: XPUPlatform(share, rank, device=torch.device("cpu"))
+        devices, "XPUPlatform", lambda share, number: XPUPlatform(share, number, device=torch.device("cpu"))
     )
     found = {}
     for device in ("xpu", "cpu"):

@@ -24,10 +24,31 @@ def test_a_check_that_refuses_fails() -> None:
 def test_this_machine_is_examined() -> None:
     found = [*findings.examine_host(root()), *findings.examine_engine()]
     subjects = {each.subject for each in found}
-    assert {"platform", "cores", "memory", "shared memory", "huge pages", "open files", "sockets", "clock"} <= subjects
+    assert {
+        "platform",
+        "cores",
+        "GPUs",
+        "memory",
+        "shared memory",
+        "huge pages",
+        "open files",
+        "sockets",
+        "clock",
+    } <= subjects
     assert {"packages", "images", "processor", "kernels"} <= subjects
     assert not [each for each in found if each.level == "fail"]
     assert all(each.text and "\n" not in each.text for each in found)
+
+
+def test_the_gpus_of_the_driver_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings._gpus(tmp_path / "none").level == "ok"
+    for number in range(2):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+        (tmp_path / f"0000:0{number}:00.0/information").write_text("Model: \t\t NVIDIA H200\nIRQ: 5\n")
+    monkeypatch.setattr(findings, "may_have_gpu", lambda: True)
+    assert findings._gpus(tmp_path).text.startswith("2 (NVIDIA H200): each engine")
+    monkeypatch.setattr(findings, "may_have_gpu", lambda: False)
+    assert (findings._gpus(tmp_path).level, "CUDA" in findings._gpus(tmp_path).text) == ("warn", True)
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ def test_engines_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("--kv-listen" in part.command for part in engines)
     assert [flag(part, "--num-threads") for part in engines] == ["2", "2"]
     assert [flag(part, "--engines-on-host") for part in engines] == ["2", "2"]
+    assert [flag(part, "--place-on-host") for part in engines] == ["0", "1"], "each has a GPU of its own"
 
 
 def test_only_the_gateway_knows_the_further_names() -> None:

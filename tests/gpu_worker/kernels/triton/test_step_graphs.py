@@ -35,9 +35,12 @@ class Replays:
         class Graph:
             def replay(self):
                 outer.num_replays += 1
-                compute()
+                self.results = compute()
 
         return Graph()
+
+    def forget(self):
+        pass
 
 
 @pytest.fixture

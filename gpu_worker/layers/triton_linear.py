@@ -43,6 +43,10 @@ class TritonLinear:
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self.takes(x):
             return multiply_few(x, self._weight, None, self._bias, dtype=dtype)
+        if dtype == torch.float32 and x.dtype in _DTYPES:
+            # As the kernel for few rows: with logits rounded to 16 bits, which of two is larger depended on the batch.
+            product = torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+            return product if self._bias is None else product + self._bias
         result = F.linear(x, self._weight, self._bias)
         return result if dtype is None else result.to(dtype)
 

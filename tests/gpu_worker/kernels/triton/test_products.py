@@ -61,6 +61,22 @@ def test_more_rows_are_pytorch_s():
     assert linear(x).shape == (17, 32)
 
 
+def test_logits_are_not_rounded_in_any_batch(monkeypatch):
+    """Two tokens whose logits differ by less than 16 bits can say: the larger one wins with few rows and with many."""
+    multiply = torch.mm
+    monkeypatch.setattr(  # as on a GPU; the host has no such product
+        torch, "mm", lambda x, weight, out_dtype: multiply(x.float(), weight.float()).to(out_dtype)
+    )
+    weight = torch.full((3, 64), 0.25, dtype=torch.float16)
+    weight[1, 0] += 2**-11
+    linear = TritonLinear(weight, random(torch.float16, 1).expand(3).contiguous())
+    assert len((logits := torch.full((64, 64), 1.0, dtype=torch.float16) @ weight.t())[0].unique()) == 1, logits
+    for count in (1, 16, 17, 64):
+        found = linear(torch.ones(count, 64, dtype=torch.float16), torch.float32)
+        assert found.dtype == torch.float32
+        assert found.argmax(1).tolist() == [1] * count
+
+
 @pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 1, 1), (1, 3, 8), (40, 2, 5), (9, 4, 64), (70, 2, 3)])
 def test_tiles_hold_each_place_once_and_one_expert_each(tokens, per_token, experts):
     generator = torch.Generator().manual_seed(tokens)

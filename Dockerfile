@@ -86,11 +86,15 @@ COPY . .
 RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
-FROM runtime AS engine-cuda
+# Triton compiles what launches its kernels with a C compiler when an engine starts.
+FROM compiler AS engine-cuda
 LABEL org.opencontainers.image.title="Tokenloom engine for GPUs" \
       org.opencontainers.image.description="An engine or encoder of a Tokenloom mesh; computes on an NVIDIA GPU" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=engine-cuda-venv /opt/tokenloom /opt/tokenloom
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# Its default is ~/.triton, on a root that is mounted read-only; this folder can be written (compose, k8s), and files in
+# it executed.
+ENV TRITON_CACHE_DIR=/home/tokenloom/.cache/triton
 USER 10001:10001
 CMD ["tokenloom.services.engine", "--device", "cuda", "--help"]

@@ -332,16 +332,17 @@ class KernelSampler:
         self._layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def append(self, step_rows: StepRows, places: Ints, logits: Tensor) -> Ints | None:
-        """Draw a token for each of the requests ``places`` [n] of a step from logits [n, vocab] of the host, as
+        """Draw a token for each of the requests ``places`` [n] of a step from logits [n, vocab], as
         :meth:`~..sampler.host.sampler.Sampler.sample` does, and append it to its row; a full row keeps its tokens.
 
         Returns the tokens [n], which hold until the next call; None: one of the logits is NaN or a largest one is
-        infinite, and nothing was appended. Raises ``AssertionError`` for places or rows that are not there.
+        infinite, or they are a device's, and nothing was appended. Raises ``AssertionError`` for places or rows that
+        are not there.
         """
         # numpy draws such a step. The kernel is for the usual one: 32 greedy rows take 102 µs with it and took 177,
         # because numpy's code is cold after the weights have passed through the caches.
         layout = logits.shape, logits.stride()
-        if logits.dtype is not torch.float32 or layout[1][1] != 1:
+        if logits.dtype is not torch.float32 or layout[1][1] != 1 or not logits.is_cpu:
             return None
         # Setting the pointers costs more than the comparison: the same arrays come while the same requests decode.
         if step_rows is not self._step_rows or places is not self._places or layout != self._layout:

@@ -463,7 +463,7 @@ class InputBatch:
 
     def append_drawn(self, places: Ints, logits: Tensor) -> Ints | None:
         """Draw a token for each of the requests ``places`` [n] of the step that was prepared last, from logits
-        [n, vocab] of the host, and append it; no request may ask for changed logits.
+        [n, vocab], and append it; no request may ask for changed logits.
 
         Returns the tokens [n], which hold until the next call; None: no kernel can draw them, and nothing was appended.
         """

@@ -233,7 +233,7 @@ class Checkpoint:
             is_view = part.numel() < stored.numel() and not self._source.views
             stored = part.clone() if is_view else part
             tensor = stored.to(self.device, dtype or self.dtype)
-            if tensor.data_ptr() != stored.data_ptr():
+            if tensor is not stored:
                 self._count_copied(stored.nbytes)
             return tensor
         if self.device.type == "meta":

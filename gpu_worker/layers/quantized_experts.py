@@ -55,6 +55,7 @@ class QuantizedExperts:
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return [T, hidden_size]: the sum of what the experts ``chosen`` [T, k] compute of x, times ``weights``
         [T, k]. A row depends on no other."""
+        assert x.is_cpu, "this kernel reads memory of the host"
         x, weights, chosen = x.contiguous(), weights.float().contiguous(), chosen.contiguous()
         out = torch.empty_like(x)
         args = ExpertsArgs(

@@ -103,6 +103,7 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         outputs, inputs = self.shape
+        assert x.is_cpu, "this kernel reads memory of the host"
         packed, x = self.packed, x.contiguous()
         out = x.new_empty(len(x), outputs)
         self._multiply(
@@ -245,6 +246,7 @@ class Int8Linear:
         return self
 
     def _with_kernels(self, kernels: CDLL, x: Tensor) -> Tensor:
+        assert x.is_cpu, "this kernel reads memory of the host"
         outputs, inputs = self._shape
         out = x.new_empty(len(x), outputs)
         kernels.multiply_int8(
@@ -289,6 +291,7 @@ class SharedInt8Linear:
         return result if dtype is None else result.to(dtype)
 
     def _with_kernels(self, x: Tensor) -> Tensor:
+        assert x.is_cpu, "this kernel reads memory of the host"
         outputs, inputs = self._shape
         kernels, is_bf16, rows = self._kernels, x.dtype == torch.bfloat16, len(x)
         assert kernels is not None, "PyTorch computes this layer"

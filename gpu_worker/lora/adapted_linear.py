@@ -116,7 +116,8 @@ class LoraLinear:
             part = LoraPart(outputs=outputs, column=column)
             if matrices is not None:
                 tensors = (matrices.down, matrices.up, matrices.factors, matrices.shifts)
-                addresses = [None if each is None else each.data_ptr() for each in tensors]
+                reads = self._kernel is not None  # a kernel of the host reads those of the host
+                addresses = [each.data_ptr() if reads and each is not None else None for each in tensors]
                 part = LoraPart(*addresses, matrices.rank, column, outputs)
                 if matrices.weight is not None:
                     self._replaced.add(slot)

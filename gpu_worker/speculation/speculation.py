@@ -111,7 +111,7 @@ class Speculation:
         if sampler.device_sampler is not None:
             tokens = sampler.device_sampler.sample(logits, all_params, output_indices)
         else:
-            tokens = sampler.draw(logits.numpy(), all_params, output_indices)
+            tokens = sampler.draw(logits.cpu().numpy(), all_params, output_indices)
         if NO_TOKEN in tokens:
             return False
         start = 0

@@ -30,6 +30,7 @@ BENCHMARK_TESTS := tests/benchmarks tests/e2e/test_busy.py tests/e2e/test_idle.p
 PLATFORM_TESTS := tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py \
 	tests/gpu_worker/kernels/test_not_finite_levels.py \
 	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks tests/matrix
+TRITON_TESTS := tests/gpu_worker/kernels/triton --ignore=tests/gpu_worker/kernels/triton/test_machine_code.py
 OTHER_TESTS := $(BENCHMARK_TESTS) $(PLATFORM_TESTS)
 # Processes that run tests side by side on two cores. Those of `make test` wait for other processes, disks and timers for
 # half of their time, so a fourth one finds work; three run whole meshes of processes.
@@ -196,6 +197,16 @@ test-benchmarks: install ## run short forms of the benchmarks, and measure what 
 test-platforms: install ## check kernels built for other processors and an H100, models on several workers, and some pairs of features (5 minutes)
 	$(PYTEST) $(PLATFORM_TESTS)
 
+# The oldest version of Triton that pyproject.toml allows, which machines with a GPU have, beside the newest.
+TRITON_VERSION := 3.6.0
+
+build/triton-$(TRITON_VERSION)/.installed:
+	$(BIN)/pip install --quiet --no-deps --target $(@D) triton==$(TRITON_VERSION)
+	@touch $@
+
+test-triton: install build/triton-$(TRITON_VERSION)/.installed ## run the kernels' tests with the oldest supported version of Triton and the locked torch
+	PYTHONPATH=build/triton-$(TRITON_VERSION) $(PYTEST) $(TRITON_TESTS)
+
 matrix: install ## try every pair of features on a mesh of its own and write docs/reference/combinations.md (90 minutes; goes on where it ended)
 	$(BIN)/python -m tests.matrix
 
@@ -270,8 +281,11 @@ metrics-check: install ## check /metrics of a running mesh, the alert rules and 
 dashboards: install ## run every query of dashboard, alerts and on-call.md against a real Prometheus (Debian: prometheus)
 	$(BIN)/python -m tests.observability.live
 
-gpu-check: ## check and measure what a GPU computes, with any Python that has torch, in 8 minutes; without a GPU it prints one line
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu_check/start.py
+gpu-check: ## check and measure what a GPU computes, with any Python that has torch, in 8 minutes (SECTIONS=a,b: some); without a GPU it prints one line
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu_check/start.py $(if $(SECTIONS),--sections $(SECTIONS))
+
+gpu-rehearsal: ## run the kernels' tests and the check with PyTorch and Triton as a GPU machine has them, on a CPU (downloads gigabytes)
+	$(PYTHON) tests/gpu_check/rehearsal.py
 
 ##@ Measurements
 
@@ -289,4 +303,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos stubs docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check docs-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos stubs docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check gpu-rehearsal test-triton bench house house-check chart chart-check docs-check wheel-check pictures site help

@@ -29,9 +29,10 @@ _EXPERT = (512, 256)
 
 
 def run(rows: Rows, target: Target = GPU) -> None:
-    """Check in several processes, because compiling a kernel keeps one core busy for seconds."""
+    """Check in several processes, because compiling a kernel keeps one core busy for seconds; each task has one of its
+    own, because an error of the device stays with a process that met it."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=spawn) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), spawn, max_tasks_per_child=1) as pool:
         # What takes longest comes first.
         tasks = [pool.submit(check, rows, target, part, dtype) for part in PARTS for dtype in LIMITS]
         tasks += [pool.submit(part, rows, target) for part in (check_draws, check_asking_rows)]

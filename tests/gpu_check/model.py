@@ -10,6 +10,7 @@ from tests.gpu_check.driver import Driver
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_check.traces import idle_share, profiled
+from tests.parity.engine import Engine
 
 _STEPS = 20
 
@@ -28,6 +29,7 @@ def run(rows: Rows, target: Target = GPU) -> None:
                 for count in counts:
                     _decode(rows, target, driver, count, length)
             _prefill(rows, target, driver, target.pick(8192, 128))
+        _decode_ahead(rows, target, Path(folder))
         _decode_fp8(rows, target, Path(folder), longest)
 
 
@@ -56,6 +58,34 @@ def _prefill(rows: Rows, target: Target, driver: Driver, length: int) -> None:
     ceiling = rows.find(PRODUCT, "tflop_per_s")
     share = rate / ceiling if ceiling else 0.0
     rows.add(f"8B, prefill of {length}", ms=ms, tflop_per_s=rate, share_of_ceiling=share)
+
+
+def _decode_ahead(rows: Rows, target: Target, folder: Path) -> None:
+    """Decodes of an engine whose next step is scheduled while the device computes one: to compare with the steps above,
+    which are given to the worker one by one and without a scheduler."""
+    count, length, short, long = target.pick((32, 512, 8, 72), (2, 8, 2, 4))
+    prompts = [prompt for prompt, _ in llama_8b.requests(count, length).values()]
+    own = {} if target.has_gpu else {"attention_backend": "torch"}
+    engine = Engine(
+        folder,
+        device=target.device.type,
+        dtype="auto",
+        load_format="dummy",
+        num_blocks=count * (length + 128) // 16,
+        budget=target.pick(8192, 512),
+        max_num_seqs=count,
+        max_model_len=length + 128,
+        async_scheduling=True,
+        **own,
+    )
+    times = []
+    for num_tokens in (short, short, long):  # the first call warms up
+        started = time.perf_counter()
+        engine.generate(prompts, [num_tokens] * count)
+        times.append(time.perf_counter() - started)
+    engine.core.shutdown()
+    ms = (times[2] - times[1]) / (long - short) * 1e3
+    rows.add(f"8B, {count} decodes of {length}, scheduled ahead", ms=ms)
 
 
 def _decode_fp8(rows: Rows, target: Target, folder: Path, longest: int) -> None:

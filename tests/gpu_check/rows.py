@@ -20,6 +20,10 @@ class Rows:
         with self.file.open("a") as file:
             file.write(json.dumps({"section": self._section, "name": name, **values}) + "\n")
 
+    def skip(self, name: str, reason: str) -> None:
+        """Add a row of what was not run, which the table and the last line show as that."""
+        self.add(name, not_run=reason)
+
     def find(self, name: str, column: str) -> float:
         """Return what an earlier section measured; 0: it did not."""
         return next((float(row[column]) for row in reversed(lines_of(self.file)) if row["name"] == name), 0.0)

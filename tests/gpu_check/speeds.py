@@ -46,10 +46,10 @@ def _attention(
     starts = np.cumsum([0, *query_lens])
     plan = backend.plan(starts, np.full(count, length), tables, slots)
     query = target.random(sum(query_lens), heads, size)
-    # Several take turns, so that none stays in the device's cache.
+    width = (kv_dtype or target.dtype).itemsize
     caches = [
         target.random(2, count * blocks, kv_heads, _BLOCK, size).to(kv_dtype or target.dtype)
-        for _ in range(target.pick(4 if count * length < 1 << 18 else 1, 1))
+        for _ in range(target.turns(2 * count * blocks * kv_heads * _BLOCK * size * width))
     ]
     rule = ScoreRule(size**-0.5)
     ways: dict[str, Callable[[torch.Tensor], object]] = {"Triton": lambda cache: plan.attend(query, cache, rule)}
@@ -61,7 +61,7 @@ def _attention(
         what += ", fp8 KV"
     found = {}
     for name, way in ways.items():
-        calls = target.pick(2 if is_prefill else 8, 1)
+        calls = target.pick(2 if is_prefill else max(1, 16 // len(caches)), 1)
         ms = _ms(rows, target, f"attention, {what}, {name}", lambda way=way: [way(each) for each in caches], calls)
         if ms is None:
             continue
@@ -113,8 +113,8 @@ def _flashinfer(
 
 
 def _product(rows: Rows, target: Target, count: int, inputs: int, outputs: int) -> None:
-    # Several weights take turns, so that none stays in the device's cache.
-    weights = [target.random(outputs, inputs) / 8 for _ in range(target.pick(6, 1))]
+    # As many as keep the smallest of them, of 8 bits, out of the device's cache.
+    weights = [target.random(outputs, inputs) / 8 for _ in range(target.turns(outputs * inputs))]
     x = target.random(count, inputs)
     ways: dict[str, list[Callable[[torch.Tensor], object]]] = {
         "cuBLAS": [lambda x, weight=weight: F.linear(x, weight) for weight in weights]

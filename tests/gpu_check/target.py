@@ -33,6 +33,10 @@ class Target:
     def random(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(*size, device=self.device, dtype=dtype or self.dtype)
 
+    def turns(self, nbytes: int) -> int:
+        """Return how many copies of what has so many bytes take turns, so that none is still in the device's cache."""
+        return turns(nbytes, torch.cuda.get_device_properties(self.device).L2_cache_size) if self.has_gpu else 1
+
     def synchronize(self) -> None:
         if self.has_gpu:
             torch.cuda.synchronize()
@@ -67,6 +71,15 @@ class Target:
             for _ in range(calls):
                 run()
         return self.ms(graph.replay, 10) / calls
+
+
+_CACHES = 4
+"""How many times the cache's size is read before the same bytes are read again."""
+
+
+def turns(nbytes: int, cache_bytes: int) -> int:
+    """Return how many copies of ``nbytes`` are together at least as large as four caches of a device."""
+    return max(1, -(-_CACHES * cache_bytes // nbytes))
 
 
 GPU = Target(torch.device("cuda"))

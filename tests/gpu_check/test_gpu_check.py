@@ -3,16 +3,34 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.gpu_check import ceilings, compare, kv, llama_8b, model, start, tokens, traces
+from tests.gpu_check import (
+    ceilings,
+    compare,
+    features,
+    kernels,
+    kv,
+    llama_8b,
+    model,
+    pair,
+    rehearsal,
+    sampler_speeds,
+    speeds,
+    start,
+    target,
+    tokens,
+    traces,
+)
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import CPU, Target
 
@@ -23,7 +41,7 @@ def found(rows: Rows) -> list[dict]:
 
 def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert start.main() == 0
+    assert start.main([]) == 0
     line = capsys.readouterr().out
     assert line.startswith("gpu-check: skipped: ")
     assert line.count("\n") == 1
@@ -33,17 +51,33 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
 def test_an_old_pytorch_is_named(text, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "__version__", text)
-    assert start.main() == 1
+    assert start.main([]) == 1
     assert f"needs Python 3.11 and PyTorch 2.11, not {sys.version.split()[0]} and {text}" in capsys.readouterr().out
     assert start.version("2.11.0a0+git") >= start.LEAST_TORCH
 
 
-def test_an_unknown_section_is_named(monkeypatch, tmp_path, capsys):
+def test_an_unknown_section_is_named(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["start.py", "kernels", "speed"])
-    monkeypatch.setenv("GPU_CHECK_RESULTS", str(tmp_path))
-    assert start.main() == 1
+    assert start.main(["--sections", "kernels,speed"]) == 1
     assert "unknown sections speed; there are ceilings, kernels," in capsys.readouterr().out
+
+
+def test_one_line_names_missing_wheels_and_how_to_fetch_them(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(start, "WHEELS", {"json": "json", "no_such_module": "no-such-package", "no.such": "another"})
+    monkeypatch.setattr(start, "run_sections", None)  # nothing runs
+    wheels = tmp_path / "wheels"
+    assert start.main(["--wheels", str(wheels), "--results", str(tmp_path / "results")]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("gpu-check: no-such-package, another cannot be imported: ")
+    assert "pip download" in line
+    assert line.endswith(f"--dest {wheels} no-such-package another`")
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "no_such_package-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("no_such_module/__init__.py", "")
+        wheel.writestr("no/such/__init__.py", "")
+    start.unpack_wheels(wheels, tmp_path)
+    assert not start.missing(str(tmp_path))
 
 
 def test_the_linked_packages_are_those_of_the_clone_and_of_the_wheels(tmp_path):
@@ -53,8 +87,8 @@ def test_the_linked_packages_are_those_of_the_clone_and_of_the_wheels(tmp_path):
     with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried/__init__.py", "")
     start.link_packages(start.ROOT, folder)
-    start.unpack_wheels(str(wheels), folder)
-    start.unpack_wheels("", folder)
+    start.unpack_wheels(wheels, folder)
+    start.unpack_wheels(tmp_path / "none such", folder)
     program = (
         "import tests, tests.gpu_check.driver as a, tokenloom.bench.random_model as b, carried as c\n"
         "print(a.__file__, b.__file__, c.__file__)"
@@ -73,6 +107,7 @@ if name == "hangs":
     (pathlib.Path(results) / "child").write_text(str(child.pid))
     time.sleep(600)
 if name == "raises":
+    print("what it did before")
     raise RuntimeError("a mistake of the section")
 if name == "is killed":
     (pathlib.Path(results) / "rows.jsonl").open("a").write('{"section": "is ki')
@@ -81,12 +116,10 @@ if name == "is killed":
 
 
 def test_a_section_that_hangs_fails_or_is_killed_is_a_row_and_stops_no_other(tmp_path, capsys):
-    deadlines = {"hangs": 2.0, "raises": 60.0, "is killed": 60.0, "works": 60.0}
-    command = ("-c", _FAKE)
+    stages = ({"hangs": 2.0}, {"raises": 60.0, "is killed": 60.0}, {"works": 60.0})
+    command, names = ("-c", _FAKE), ["hangs", "raises", "is killed", "works"]
     end = time.monotonic() + 1000
-    assert start.run_sections(list(deadlines), tmp_path, tmp_path, end, command, deadlines) == [
-        "hangs", "raises", "is killed",
-    ]  # fmt: skip
+    assert start.run_sections(names, tmp_path, tmp_path, end, command, stages) == names[:3]
     reasons = {row["section"]: row["end"] for row in start.lines_of(tmp_path / "sections.jsonl")}
     assert reasons == {
         "hangs": "was stopped at its deadline of 2 s",
@@ -97,6 +130,10 @@ def test_a_section_that_hangs_fails_or_is_killed_is_a_row_and_stops_no_other(tmp
     table = (tmp_path / "table.md").read_text()
     assert "| hangs | row | ms 1.5 |" in table
     assert "| is killed | **failed** | was killed by signal 9 after" in table
+    assert "| ceilings | **not run** | |" in table
+    assert "    raises: what it did before\n" in table
+    assert table.endswith("    raises: RuntimeError: a mistake of the section\n")
+    assert "works: " not in (tmp_path / "log.txt").read_text(), "it printed nothing"
     assert "== hangs was stopped" in capsys.readouterr().out
     assert not _is_running(int((tmp_path / "child").read_text()))  # what a section started ends with it
 
@@ -111,12 +148,46 @@ def _is_running(pid: int) -> bool:
 def test_no_section_runs_past_the_end_of_all(tmp_path):
     started = time.monotonic()
     command = ("-c", "import time; time.sleep(600)")
-    assert start.run_sections(["a", "b"], tmp_path, tmp_path, started + 1.0, command, {"a": 600.0, "b": 600.0})
+    stages = ({"a": 600.0}, {"b": 600.0})
+    assert start.run_sections(["a", "b"], tmp_path, tmp_path, started + 1.0, command, stages) == ["a", "b"]
     assert time.monotonic() - started < 60
 
 
 def test_the_sections_fit_into_eight_minutes():
-    assert sum(start.DEADLINES.values()) <= start.SECONDS == 480
+    assert sum(max(stage.values()) for stage in start.STAGES) <= start.SECONDS == 480
+
+
+def test_what_an_earlier_call_found_in_other_sections_is_kept(tmp_path):
+    command, stages, end = ("-c", _FAKE), ({"first": 60.0, "second": 60.0},), time.monotonic() + 1000
+    for names in (["first", "second"], ["second"]):
+        assert not start.run_sections(names, tmp_path, tmp_path, end, command, stages)
+        for file in ("rows.jsonl", "sections.jsonl"):
+            found = [row["section"] for row in start.lines_of(tmp_path / file)]
+            assert sorted(found) == ["first", "second"]
+    assert (tmp_path / "table.md").read_text().count("| second | row | ms 1.5 |") == 1
+
+
+def test_each_task_has_a_process_of_its_own(tmp_path, monkeypatch):
+    options, tasks = {}, []
+
+    class Pool:
+        def __init__(self, *_, **given):
+            options.update(given)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def submit(self, *task):
+            tasks.append(task)
+            return SimpleNamespace(result=list)
+
+    monkeypatch.setattr(kernels, "ProcessPoolExecutor", Pool)
+    kernels.run(Rows("kernels", tmp_path), CPU)
+    assert len(tasks) > len(kernels.PARTS)
+    assert options["max_tasks_per_child"] == 1, "an error of the device stays with its process"
 
 
 def test_the_ceilings(tmp_path):
@@ -141,6 +212,75 @@ def test_the_references_are_those_of_a_cpu(tmp_path):
     assert all(row.get("different_when_alone", 0) == 0 for row in by_name.values())
 
 
+def test_rows_that_need_what_is_missing_are_shown_as_not_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenloom.engine_core.core", None)
+    rows = Rows("tokens", tmp_path)
+    assert not tokens._with_core(rows, CPU, {}, "float32", "async")
+    start.write_table(tmp_path)
+    assert "| tokens | tokens, float32, async | **not run**: import of" in (tmp_path / "table.md").read_text()
+    assert start.not_run(tmp_path) == ["tokens, float32, async", *start.DEADLINES]
+
+
+def test_features(tmp_path):
+    rows = Rows("features", tmp_path)
+    features.run(rows, CPU)
+    by_name = {row["name"]: row for row in found(rows)}
+    assert len(by_name) == len(features.CHECKS) + 1  # two quantized checkpoints
+    assert by_name.pop("NCCL")["not_run"] == "NCCL moves memory of GPUs"
+    assert by_name["adapters, float32"]["changed"] == 1
+    assert by_name["drafts, float32"]["accepted"] > 0
+    assert by_name["sleep and wake, 2 levels"]["megabytes_freed"] > 0
+    assert all(row.get("different", 0) == 0 for name, row in by_name.items() if "quantized" not in name)
+
+
+def test_a_feature_that_fails_is_a_row_and_hides_no_other(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(features, "CHECKS", {"fails": fail, "works": lambda rows, *_: not rows.add("works", ms=1.0)})
+    rows = Rows("features", tmp_path)
+    with pytest.raises(SystemExit, match=r"wrong: fails$"):
+        features.run(rows, CPU)
+    assert [row.get("error", "") for row in found(rows)] == ["RuntimeError: no such kernel", ""]
+
+
+def test_prefill_and_decode_in_two_processes(tmp_path):
+    rows = Rows("pair", tmp_path)
+    pair.run(rows, CPU)
+    (row,) = found(rows)
+    assert row["name"] == "prefill and decode, shm"
+    assert (row["requests"], row["different"]) == (4, 0)
+    assert row["blocks_moved"] > 0
+
+
+def test_the_rehearsal_has_the_versions_of_the_lower_bounds():
+    bounds = dict(re.findall(r'"(torch|triton)>=([\d.]+)', (start.ROOT / "pyproject.toml").read_text()))
+    assert {f"{name}=={version}.*" for name, version in bounds.items()} <= set(rehearsal.PACKAGES)
+    (version,) = re.findall(r"^TRITON_VERSION := (\S+)$", (start.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert version.startswith(f"{bounds['triton']}.")
+    assert "make test-triton\n" in (start.ROOT / ".ci/run").read_text()
+    assert all((start.ROOT / path).is_dir() for path in rehearsal.TESTS)
+
+
+def test_what_takes_turns_does_not_fit_into_the_cache():
+    l2 = 50 << 20
+    for nbytes in (2 << 20, 8 << 20, 49 << 20, 51 << 20, 1 << 30):
+        assert target.turns(nbytes, l2) * nbytes >= 4 * l2
+        assert (target.turns(nbytes, l2) - 1) * nbytes < 4 * l2, "and is no larger than that"
+
+
+def test_each_call_reads_all_that_takes_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(Target, "turns", lambda self, nbytes: 3)
+    read = []
+    monkeypatch.setattr(Target, "graph_ms", lambda self, run, calls: read.append(len(run())) or 3.0)
+    rows = Rows("speeds", tmp_path)
+    speeds._product(rows, CPU, 20, 64, 32)
+    monkeypatch.setattr(sampler_speeds, "draw", lambda logits, columns: logits)
+    sampler_speeds._draw(rows, CPU, 0, 1.0)
+    assert read == [3, 3]
+    assert found(rows)[0]["us"] == 1000.0
+
+
 def test_the_references_are_small_and_long_enough():
     texts = json.loads(tokens.REFERENCES.read_text())["logprobs"]
     assert sum(map(len, texts)) >= 2000
@@ -152,8 +292,10 @@ def test_the_steps_of_a_model(tmp_path):
     rows.add(ceilings.READ, gb_per_s=1.0)
     model.run(rows, CPU)
     names = [row["name"] for row in found(rows)]
-    assert names[2:] == [f"8B, {count} decodes of {length}" for length in (16, 40) for count in (1, 3)] + [
-        "8B, prefill of 128"
+    assert names[2:] == [
+        *(f"8B, {count} decodes of {length}" for length in (16, 40) for count in (1, 3)),
+        "8B, prefill of 128",
+        "8B, 2 decodes of 8, scheduled ahead",
     ]
     assert all(row["ms"] > 0 for row in found(rows)[2:])
     assert found(rows)[2]["share_of_ceiling"] > 0

@@ -111,7 +111,7 @@ def _with_core(
         from tokenloom.engine_core.data.messages import EngineCoreRequest
         from tokenloom.engine_core.executor.make_executor import make_executor
     except ImportError as error:
-        rows.add(f"tokens, {dtype}, {name}", note=f"not run: {error}")
+        rows.skip(f"tokens, {dtype}, {name}", str(error))
         return []
     config = EngineConfig(
         worker=WorkerConfig(model=str(DEMO_MODEL), device=target.device.type, dtype=dtype),  # type: ignore[arg-type]

@@ -60,6 +60,7 @@ class Engine:
         speculative: SpeculativeConfig | None = None,
         state_memory_bytes: int | None = None,
         async_scheduling: bool = False,
+        load_format: str = "auto",
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -71,6 +72,7 @@ class Engine:
             attention_backend=attention_backend,
             model_impl=model_impl,
             language_model_only=language_model_only,
+            load_format=load_format,
         )
         config = EngineConfig(
             worker=worker,

@@ -15,9 +15,6 @@ from .scenarios import SCENARIOS
 
 _SHOWN = 2
 """Schedules of one scenario that are printed."""
-# The pools of a simulated mesh keep two descriptors for good, because a process that only seems to end never closes
-# them, and select() knows none above 1,023: later scenarios failed in a process of 1,000 seeds.
-_SEEDS_OF_A_PROCESS = 200
 
 
 def main() -> int:
@@ -71,12 +68,12 @@ def _hunt(bug: str, seeds: Sequence[int]) -> int:
 
 def _results(seeds: Sequence[int], names: tuple[str, ...], jobs: int) -> Iterator[list[Result]]:
     run = partial(run_seed, names=names)
-    if jobs == 1 and len(seeds) <= _SEEDS_OF_A_PROCESS:
+    if jobs == 1:
         yield from map(run, seeds)
         return
     for name in names:  # what every seed needs is made before the processes begin
         size_of(name)
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=_SEEDS_OF_A_PROCESS) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
         yield from pool.imap(run, seeds)
 
 

@@ -35,10 +35,13 @@ def silent() -> Iterator[None]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_nothing_is_violated(scenario: str) -> None:
+    size_of(scenario)  # whose run imports the rest
+    descriptors = len(os.listdir("/proc/self/fd"))
     # A seed of the simulated mesh takes ten times as long as one of the others.
     for seed in range(SEEDS_OF_MESHES if scenario == "meshes" else SEEDS):
         (result,) = run_seed(seed, (scenario,))
         assert not result.violations, describe(result)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_seed_repeats_exactly_in_every_process() -> None:

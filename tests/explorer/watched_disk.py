@@ -22,6 +22,10 @@ class _Last(Crashed):
     """Raised in the access during which the process ends."""
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing: the process has ended."""
+
+
 class WatchedDisk:
     """Replaces the calls of the operating system that change files, for the files of one folder.
 
@@ -58,6 +62,9 @@ class WatchedDisk:
             for descriptor in self._names:
                 with suppress(OSError):
                     os.close(descriptor)
+            # Finalizers that the run has made keep the call to close that they were given, and so this object: with the
+            # loop behind it, none of the run was ever collected, and its descriptors stayed open.
+            self._note = self._on_crash = _ignore
 
     def _watch(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         if name == "open":

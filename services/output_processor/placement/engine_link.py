@@ -89,8 +89,8 @@ class AttemptOwner(Protocol):
         """Called when the attempt has ended."""
 
     def on_lost(self, attempt: "EngineAttempt", *, is_alone: bool) -> None:
-        """Called when the engine died, fell silent or hangs. ``is_alone``: this link carried no other request, and the
-        engine did not just fall silent, as one does that is frozen or cut off."""
+        """Called when the engine died, fell silent or hangs, or its connection ended. ``is_alone``: this link carried
+        no other request, and the engine did not just fall silent, as one does that is frozen or cut off."""
 
 
 @dataclass(slots=True, eq=False)
@@ -395,6 +395,19 @@ class EngineLinks:
         link.touch()
         await link.opened()
         return link
+
+    def check(self, link: EngineLink, found: Callable[[bool], None]) -> None:
+        """Find out whether the engine of a link that has ended still runs, and call ``found`` with the answer: within
+        :data:`CONNECT_SECONDS`, unless this process ends."""
+        self._tasks.spawn(self._check(link.identity, found), name=f"check {link.key.engine_id}")
+
+    async def _check(self, identity: EngineIdentity, found: Callable[[bool], None]) -> None:
+        try:
+            await self.get(identity, even_left=True)  # its hello names the incarnation
+        except errors.Unavailable:
+            found(False)
+        else:
+            found(True)
 
     async def close(self) -> None:
         """End every link; the engines abort the requests that were live on them."""

@@ -7,7 +7,7 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt, cause_of
 from tokenloom.v1.output_processor_pb2 import Submit
 
-from .engine_link import EngineAttempt
+from .engine_link import EngineAttempt, EngineLink
 from .last_snapshot import EngineKey
 
 MIN_DELAY_SECONDS = 0.05
@@ -25,7 +25,8 @@ class Lifetime:
     """Holds what bounds the attempts at one request; its samples share it.
 
     An engine that dies is counted only if it ran nothing but this request: requests that were merely computed together
-    with one that kills engines are not blamed, and only their deadline ends them.
+    with one that kills engines are not blamed, and only their deadline ends them. A connection that ends is no death
+    yet: it may have been reset while its engine runs on, so the engine is asked before it is counted.
 
     Attributes:
         deadline: Time of the event loop; None: no limit.
@@ -44,6 +45,7 @@ class Lifetime:
             self.give_up_at = self.deadline - min(_GIVE_UP_SECONDS, _GIVE_UP_SHARE * timeout)
         self.num_deaths = submit.engine_deaths
         self._dead: list[EngineKey] = []  # at most MAX_ENGINE_DEATHS
+        self._suspects: dict[EngineKey, asyncio.Event] = {}  # engines that are being asked; set when they have answered
 
     def engine_died(self, key: EngineKey) -> bool:
         """Count an engine that died while it ran only this request. Returns False if another sample has reported it."""
@@ -53,6 +55,25 @@ class Lifetime:
         self.num_deaths += 1
         return True
 
+    def suspect(self, key: EngineKey) -> bool:
+        """Note that an engine may have died, until :meth:`settle`. Returns False if another sample has noted it."""
+        if key in self._dead or key in self._suspects:
+            return False
+        self._suspects[key] = asyncio.Event()
+        return True
+
+    def settle(self, key: EngineKey) -> None:
+        """Note that it is known of an engine whether it died."""
+        self._suspects.pop(key).set()
+
+    async def settled(self) -> None:
+        """Return when another engine may run the request, whatever becomes known of those that may have died. Raises
+        ``EngineKiller`` when none may."""
+        while self._suspects and self.num_deaths < MAX_ENGINE_DEATHS <= self.num_deaths + len(self._suspects):
+            await next(iter(self._suspects.values())).wait()
+        if (verdict := self.verdict()) is not None:
+            raise verdict
+
     def verdict(self) -> errors.EngineKiller | None:
         """Return the error of a request that no further engine may run; None if it may continue."""
         if self.num_deaths < MAX_ENGINE_DEATHS:
@@ -61,6 +82,10 @@ class Lifetime:
             f"The engine died {self.num_deaths} times while it ran only this request, so the request is not tried "
             "again. Report it to the operator before you send it again."
         )
+
+
+def _is_gone(_: EngineLink, found: Callable[[bool], None]) -> None:
+    found(False)
 
 
 class EngineSearch:
@@ -77,6 +102,7 @@ class EngineSearch:
         is_admitted: Whether the sample has lost an engine or waited for one. It then waits for room too, instead of
             ending because all engines are full.
         overload: Why the sample ends if no other engine has room: an engine refused it because it is full.
+        has_ended: Whether the sample needs no further engine; no death is reported any more.
     """
 
     def __init__(
@@ -86,23 +112,28 @@ class EngineSearch:
         num_samples: int = 1,
         is_shared: Callable[[EngineKey, int], bool] = lambda _, num_samples: False,
         on_engine_death: Callable[[], object] = lambda: None,
+        check: Callable[[EngineLink, Callable[[bool], None]], object] = _is_gone,
     ) -> None:
         """Args:
         budget: Of this process.
         num_samples: Those of the request.
         is_shared: Says whether an engine ran more live requests than so many samples of one.
-        on_engine_death: Called when an engine died while it ran only this request.
+        on_engine_death: Called when it is known that an engine died while it ran only this request.
+        check: Finds out whether the engine of a link that ended still runs, and says so to its second argument.
+            Without it such an engine counts as dead.
         """
         self._debt = RetryDebt(budget)
         self._lifetime = lifetime
         self._num_samples = num_samples
         self._is_shared = is_shared
         self._on_engine_death = on_engine_death
+        self._check = check
         self._num_failures = 0  # in a row, without a token between them
         self._num_wrong = 0  # the same
         self.exclude: list[EngineKey] = []
         self.is_admitted = False
         self.overload: errors.TokenloomError | None = None
+        self.has_ended = False
 
     @property
     def must_wait(self) -> bool:
@@ -116,7 +147,7 @@ class EngineSearch:
         them, the request was alone.
         """
         if is_alone and not self._is_shared(attempt.link.key, self._num_samples):
-            self._blame(attempt)
+            self._suspect(attempt.link)
         if attempt.was_wrong:
             self._num_wrong = 1 if attempt.has_output else self._num_wrong + 1
         self._failed(attempt.link.key, Cause.SILENT if attempt.link.may_compute else Cause.GONE, attempt.has_output)
@@ -134,7 +165,7 @@ class EngineSearch:
         key, cause = attempt.link.key, cause_of(error)
         if cause is Cause.GONE:
             if isinstance(error, errors.EngineDied):
-                self._blame(attempt)
+                self._blame(key)
             self._failed(key, cause, attempt.has_output)
         elif cause is Cause.FULL and self.is_admitted:
             self._failed(key, cause, had_output=False)
@@ -149,14 +180,17 @@ class EngineSearch:
         return cause is Cause.GONE or cause is Cause.FULL
 
     async def wait_for_budget(self, engine_came: asyncio.Event) -> None:
-        """Return when the budget of retries permits the next attempt.
+        """Return when the budget of retries permits the next attempt, and it is known that the request has not killed
+        too many engines.
 
-        Raises what refused a sample that was not admitted, instead of letting it wait; otherwise as :meth:`pause`.
+        Raises ``EngineKiller`` if it has, and what refused a sample that was not admitted, instead of letting it wait;
+        otherwise as :meth:`pause`.
         """
         while not self._debt.pay():
             if self.overload is not None:
                 raise self.overload
             await self.pause(engine_came)
+        await self._lifetime.settled()
 
     async def pause(self, engine_came: asyncio.Event, cause: errors.TokenloomError | None = None) -> None:
         """Wait for ``engine_came``, which is set when another engine serves, or until the next round is due.
@@ -190,6 +224,20 @@ class EngineSearch:
         self.is_admitted = True
         self.overload = None
 
-    def _blame(self, attempt: EngineAttempt) -> None:
-        if self._lifetime.engine_died(attempt.link.key):
+    def _suspect(self, link: EngineLink) -> None:
+        """Blame the request for the end of a connection, if the engine turns out to be gone."""
+
+        def found(is_alive: bool) -> None:
+            self._lifetime.settle(link.key)
+            if not is_alive:
+                self._blame(link.key)
+
+        # The next attempt does not wait for the answer, unless one more death would be too many: the address of a host
+        # that is gone may not answer for seconds.
+        if self._lifetime.suspect(link.key):
+            self._check(link, found)
+
+    def _blame(self, key: EngineKey) -> None:
+        # What becomes known of an engine after the end is not reported: the slot may be another request's by then.
+        if self._lifetime.engine_died(key) and not self.has_ended:
             self._on_engine_death()

@@ -21,7 +21,7 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
-from .engine_link import EngineAttempt, EngineLeft, EngineLinks
+from .engine_link import EngineAttempt, EngineLeft, EngineLink, EngineLinks
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import ANSWER_SECONDS, PickStream
@@ -166,7 +166,7 @@ class Placer:
             pending: What :meth:`ask` returned for this very leg.
 
         Raises ``ResourceExhausted`` when every engine is full, unless the sample was admitted before; ``Unavailable``
-        when no engine took the leg in time, ``TryElsewhere`` when this process stops.
+        when no engine took the leg in time, ``EngineKiller`` when none may, ``TryElsewhere`` when this process stops.
         """
         request, response = (pending.request, pending.response) if pending else (None, None)
         if request is None:
@@ -237,6 +237,10 @@ class Placer:
             session = picked.session if picked.HasField("session") else None
             return EngineAttempt(link, pick, picked.whole_request, is_counted=pick is None, session=session)
         raise errors.Unavailable("No engine answers; retry.")
+
+    def check(self, link: EngineLink, found: Callable[[bool], None]) -> None:
+        """Find out whether the engine of a link that has ended still runs; :meth:`EngineLinks.check`."""
+        self._links.check(link, found)
 
     def is_shared(self, key: EngineKey, num_samples: int) -> bool:
         """Return whether an engine last reported more live requests than the samples of one."""

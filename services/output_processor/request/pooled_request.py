@@ -65,6 +65,7 @@ class PooledRequest:
             submit.num_samples or 1,
             placer.is_shared,
             partial(outbox.engine_died, submit.slot),
+            placer.check,
         )
         self._attempt: EngineAttempt | None = None
         self._placement: asyncio.Task[None] | None = None
@@ -161,6 +162,8 @@ class PooledRequest:
             self._send(attempt)
         except Exception as error:
             self._placement = None
+            if isinstance(error, errors.EngineKiller):
+                self._num_attempts -= 1  # counted when the engine was lost, and not made
             self.fail(error)
 
     def _send(self, attempt: EngineAttempt) -> None:
@@ -184,7 +187,7 @@ class PooledRequest:
         """Free what is held on the engine, and report the end."""
         if self._has_ended:
             return
-        self._has_ended = True
+        self._has_ended = self._search.has_ended = True
         if self._timer is not None:
             self._timer.cancel()
         if self._placement is not None:

@@ -60,7 +60,7 @@ class RequestStages:
         self._on_settled: Callable[[EngineAttempt], None] | None = None
         self._lifetime = lifetime
         self._search = EngineSearch(
-            placer.budget, lifetime, submit.num_samples or 1, placer.is_shared, output.engine_died
+            placer.budget, lifetime, submit.num_samples or 1, placer.is_shared, output.engine_died, placer.check
         )
         self._prefill: EngineAttempt | None = None  # or the attempt that does the whole request
         self._decode: EngineAttempt | None = None
@@ -164,6 +164,8 @@ class RequestStages:
             self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
         except Exception as error:
             self._placement = None
+            if isinstance(error, errors.EngineKiller):
+                output.num_attempts -= 1  # counted when the engine was lost, and not made
             if role == _PREFILL or self._handed_over:  # otherwise it is placed again when it is due
                 self.fail(error)
 
@@ -372,7 +374,7 @@ class RequestStages:
         """Free what is held on every engine, then report the end that ``end_output`` returns for ``reason``."""
         if self.ended:
             return
-        self.ended = True
+        self.ended = self._search.has_ended = True
         self._cancel_placement()
         self._end_decode()
         if self._prefill is not None:

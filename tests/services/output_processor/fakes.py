@@ -52,7 +52,8 @@ SOON = 30.0  # bound of every wait: a hang is a failure
 class EngineStream:
     """One stream as the fake engine sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: "FakeEngine") -> None:
+        self.engine = engine
         self.inputs: asyncio.Queue[EngineInput] = asyncio.Queue()
         self.frames: asyncio.Queue[EngineFrame | grpc.aio.AioRpcError | None] = asyncio.Queue()
         self.ended = asyncio.Event()
@@ -107,11 +108,12 @@ class EngineStream:
         return kv_source(slot)
 
     def die(self) -> None:
-        """The stream ends."""
+        """The stream ends with its engine, which answers no more."""
+        self.engine.is_gone = True
         self.frames.put_nowait(None)
 
     def lose(self, details: str) -> None:
-        """The transport gives the connection up, for this reason."""
+        """The transport gives the connection up, for this reason; the engine runs on."""
         self.frames.put_nowait(status(grpc.StatusCode.UNAVAILABLE, details))
 
 
@@ -124,6 +126,7 @@ class FakeEngine(EngineServicer):
 
     def __init__(self, identity: EngineIdentity) -> None:
         self.identity = identity
+        self.is_gone = False
         self.streams: asyncio.Queue[EngineStream] = asyncio.Queue()
 
     async def next_stream(self) -> EngineStream:
@@ -132,7 +135,9 @@ class FakeEngine(EngineServicer):
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[EngineInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[EngineFrame]:
-        stream = EngineStream()
+        if self.is_gone:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody is there")
+        stream = EngineStream(self)
         inputs = aiter(request_iterator)
         hello = (await anext(inputs)).hello
         assert hello.expected_peer_id == self.identity.engine_id

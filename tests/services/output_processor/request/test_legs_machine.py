@@ -1,6 +1,6 @@
 """Runs requests through any sequence of events: each ends once with exact tokens, and no engine keeps anything."""
 
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import cache
 from typing import Any
 
@@ -177,6 +177,9 @@ class Placements:
 
     def is_shared(self, key: EngineKey, num_samples: int) -> bool:
         return False
+
+    def check(self, link: Engine, found: Callable[[bool], None]) -> None:
+        found(not link.dead)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> Task:
         task = Task(coroutine)

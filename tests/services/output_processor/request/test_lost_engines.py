@@ -63,6 +63,27 @@ async def test_a_silent_engine_is_dead(mesh: Mesh, monkeypatch: pytest.MonkeyPat
     await asyncio.wait_for(stream.ended.wait(), SOON)
 
 
+async def test_a_request_is_not_blamed_for_connections_that_are_reset(mesh: Mesh) -> None:
+    """Its engines run on, and say hello again under the same incarnation."""
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1))
+    for turn in (1, 0, 1):
+        stream.lose("Connection reset by peer")
+        stream = await mesh.engines[turn].next_stream()
+        (add,) = await stream.next_adds(1)
+    _finish(stream, add, 0, [65])
+    frame = await gateway.next_frame()
+    assert (frame.finished[0].attempts, list(frame.engine_death_slots)) == (4, [])
+
+
+async def test_an_engine_that_comes_back_under_another_incarnation_has_died(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1))
+    mesh.engines[0].identity.epoch += 100
+    stream.lose("Connection reset by peer")
+    assert list((await gateway.next_frame()).engine_death_slots) == [1]
+
+
 async def test_a_request_is_not_blamed_for_silence(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may be frozen, or the link cut: the request is tried again, however often."""
     monkeypatch.setattr(client_stream, "LOOK_SECONDS", 0.02)
@@ -190,6 +211,7 @@ async def test_without_a_budget_requests_of_dead_engines_move(mesh: Mesh, monkey
     gateway = await mesh.gateway()
     stream, _ = await mesh.started(gateway, submit(1), submit(2))  # one alone would be blamed
     for turn in (1, 0, 1):  # nothing is lost, however often its engine dies
+        mesh.engines[turn].is_gone = False
         stream.die()
         stream = await mesh.engines[turn].next_stream()
         assert len(await stream.next_adds(2)) == 2
@@ -251,6 +273,7 @@ async def test_a_request_that_has_begun_waits_for_room(mesh: Mesh) -> None:
     other.send(finished=[Finished(slot=add.slot, reason=ERROR, num_output_tokens=1, error=FULL)])
     for _ in range(4):
         await mesh.coordinator.next_pick()
+    mesh.engines[0].is_gone = False
     mesh.coordinator.error = None
     again = await (await mesh.engines[0].next_stream()).next_adds(1)
     assert list(again[0].accepted_token_ids) == [65]
@@ -292,6 +315,7 @@ async def test_requests_of_other_output_processors_are_company_too(mesh: Mesh) -
     gateway = await mesh.gateway()
     stream, _ = await mesh.started(gateway, submit(1))
     for engine in (1, 0, 1):
+        mesh.engines[engine].is_gone = False
         stream.die()
         stream = await mesh.engines[engine].next_stream()
         (add,) = await stream.next_adds(1)

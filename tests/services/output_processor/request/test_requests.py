@@ -204,6 +204,9 @@ class NoPlacer:
     def is_shared(self, *_: object) -> bool:
         return False
 
+    def check(self, *_: object) -> None:
+        """No link ends."""
+
     async def place(self, *_: object, **__: object) -> None:
         await asyncio.Event().wait()
 

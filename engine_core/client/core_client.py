@@ -22,11 +22,14 @@ from ..process.core_launch import CoreProcess
 from ..wire.array_arena import ArrayArena
 from ..wire.frames import Decoder, FrameReceiver, Pieces, encode, head, to_raw
 
+_CLOSED = "the engine core was closed"
+
 
 class CoreClient(Protocol):
     """Describes what code without an event loop needs of a core. For one thread at a time.
 
-    Every method but :meth:`close` raises ``EngineDeadError`` once a core in a process of its own has ended.
+    Every method but :meth:`close`, :meth:`abort_requests` and :meth:`kill` raises ``EngineDeadError`` once the core was
+    closed, or has ended in a process of its own.
     """
 
     @property
@@ -73,35 +76,44 @@ class InprocClient:
         self._calls = CoreCalls(self._core)
         # Outputs not read yet: refusals of bad requests, and steps that a utility call had to wait for.
         self._early: deque[EngineCoreOutputs] = deque()
+        self._dead: EngineDeadError | None = None
         self.ready = self._core.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Add a request; a refusal comes as its output."""
+        """Add a request; a refusal comes as its output. Raises ``EngineDeadError``."""
+        self._check_open()
         if (refusal := self._calls.add(request)) is not None:
             self._early.append(refusal)
 
     def send_rows(self, message: ArrivedRows) -> None:
-        """Give the core rows that it has asked for."""
+        """Give the core rows that it has asked for. Raises ``EngineDeadError``."""
+        self._check_open()
         if (refusal := self._calls.take_rows(message)) is not None:
             self._early.append(refusal)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """End requests without an output; unknown ids are ignored."""
-        self._calls.abort(list(request_ids))
+        """End requests without an output; unknown ids are ignored, and so are all once the core was closed."""
+        if self._dead is None:
+            self._calls.abort(list(request_ids))
         gone = set(request_ids)
         for outputs in self._early:
             outputs.outputs = [output for output in outputs.outputs if output.request_id not in gone]
 
     def check_awake(self) -> None:
-        """Raise ``EnginePausedError`` if a new request would not run because the engine is paused or asleep."""
+        """Raise ``EnginePausedError`` if a new request would not run because the engine is paused or asleep,
+        ``EngineDeadError``."""
+        self._check_open()
         if sentence := self._core.calls_to_run():
             raise EnginePausedError(sentence)
 
     def get_output(self) -> EngineCoreOutputs:
         """Run a step and return what it produced. Call it only while requests are unfinished.
 
-        Raises ``EnginePausedError`` if none of them can advance because the engine is paused or asleep.
+        Raises ``EnginePausedError`` if none of them can advance because the engine is paused or asleep,
+        ``EngineDeadError``.
         """
+        if self._dead is not None:
+            raise self._dead
         if self._early:
             return self._early.popleft()
         if self._core.is_compiling() and not self._core.has_work():
@@ -113,7 +125,8 @@ class InprocClient:
         return outputs
 
     def call_utility(self, method: str, *args: object) -> object:
-        """Call one of the core's utilities. Raises ``UtilityError`` when it fails."""
+        """Call one of the core's utilities. Raises ``UtilityError`` when it fails, ``EngineDeadError``."""
+        self._check_open()
         answers: list[EngineCoreOutputs] = []
         self._calls.call(UtilityCall(0, method, [to_raw(arg) for arg in args]), answers.append)
         while not answers:
@@ -133,7 +146,13 @@ class InprocClient:
 
     def close(self) -> None:
         """End the core. Idempotent."""
+        self._dead = self._dead or EngineDeadError(_CLOSED)
         self._core.shutdown()
+
+    def _check_open(self) -> None:
+        # A core that was shut down still takes requests, and its worker would compute in memory that it gave back.
+        if self._dead is not None:
+            raise self._dead
 
 
 _PAUSING = frozenset({"sleep", "pause", "reload_weights"})
@@ -233,7 +252,7 @@ class SyncMPClient:
 
     def close(self) -> None:
         """End the core. Idempotent."""
-        self._dead = self._dead or EngineDeadError("the engine core was closed")
+        self._dead = self._dead or EngineDeadError(_CLOSED)
         self._process.stop(self._grace)
         self._connection.close()
         self._arena.close()

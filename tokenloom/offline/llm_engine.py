@@ -60,8 +60,8 @@ class LLMEngine:
                 ...
 
     Wrong arguments raise ``ValueError``. While the engine sleeps or is paused, :meth:`add_request` and :meth:`step`
-    raise ``EnginePausedError``; once a core in a process of its own (``engine_process=True``) has ended, all methods
-    but :meth:`close` raise ``EngineDeadError``.
+    raise ``EnginePausedError``; once the engine was closed, or its core has ended in a process of its own
+    (``engine_process=True``), all methods that need the core raise ``EngineDeadError``.
     """
 
     def __init__(self, args: EngineArgs, *, stat_loggers: Sequence[StatLogger] = ()) -> None:
@@ -290,7 +290,7 @@ class LLMEngine:
         return results
 
     def close(self) -> None:
-        """Release the model and the KV cache. Idempotent; the object cannot be used afterwards."""
+        """Release the model and the KV cache. Idempotent; the object computes nothing afterwards."""
         self.client.close()
 
     def _pooled(

@@ -4,7 +4,7 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,24 @@ def test_batched_requests_give_their_own_tokens(client: CoreClient) -> None:
     for request_id, prompt in prompts.items():
         assert ended[request_id].new_token_ids == expected_tokens(prompt, 9)
         assert ended[request_id].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.add_request(make_request("0", [1, 2], max_tokens=2)),
+        lambda client: client.check_awake(),
+        lambda client: client.get_output(),
+        lambda client: client.call_utility("has_work"),
+    ],
+    ids=["add_request", "check_awake", "get_output", "call_utility"],
+)
+def test_a_closed_client_computes_nothing(client: CoreClient, call: Callable[[CoreClient], object]) -> None:
+    client.add_request(make_request("before", [1, 2], max_tokens=2))
+    client.close()
+    with pytest.raises(EngineDeadError, match="the engine core was closed"):
+        call(client)
+    client.abort_requests(["before"])
 
 
 def test_an_aborted_request_has_no_output_and_frees_its_blocks(client: CoreClient) -> None:

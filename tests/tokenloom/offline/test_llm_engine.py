@@ -17,6 +17,7 @@ from tokenloom import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from tokenloom.engine_core.data.errors import EngineDeadError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PIECES = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -248,4 +249,14 @@ def test_without_statistics_the_loop_has_no_listener() -> None:
     assert llm.llm_engine.loop.on_step is None
     assert engine.loop.on_step is None
     llm.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("engine_process", [False, True])
+def test_a_closed_engine_takes_no_request(engine_process: bool) -> None:
+    engine = LLMEngine(args(engine_process=engine_process))
+    engine.close()
+    with pytest.raises(EngineDeadError, match="the engine core was closed"):
+        engine.add_request("0", "Once", GREEDY)
+    assert not engine.has_unfinished_requests()
     engine.close()

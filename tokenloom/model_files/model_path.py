@@ -3,6 +3,8 @@
 It imports little: every command that takes a model imports it.
 """
 
+import glob
+import json
 import os
 from dataclasses import dataclass
 from importlib import resources
@@ -14,6 +16,8 @@ from ..request.errors import NotFound, Unavailable
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt")
 _SAFETENSORS = "*.safetensors"
 _PICKLED = "pytorch_model*.bin"
+_WHOLE, _PARTS = "model.safetensors", "model-*.safetensors"
+"""The files of weights that an engine reads in a directory without an index."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,13 @@ def download(model: str, *, weights: bool = True, cache: HubCache | None = None)
     from which an interrupted or running download still misses files is not returned. Raises ``NotFound``, and
     ``Unavailable`` if the hub does not answer.
     """
-    path = _snapshot(model, (_SAFETENSORS,) if weights else (), cache or HubCache())
+    cache = cache or HubCache()
+    path = _snapshot(model, (), cache)
+    if weights:
+        commit = path.name  # the weights are those of the files that say which are needed
+        path = _snapshot(model, _weight_patterns(path), cache, commit)
     if weights and not any(path.glob(_SAFETENSORS)):
-        path = _snapshot(model, (_PICKLED,), cache or HubCache())
+        path = _snapshot(model, (_PICKLED,), cache, commit)
         # A cache in which only the description of a model was fetched looks complete to the hub's library.
         if not weight_paths(path):
             raise NotFound(
@@ -59,14 +67,42 @@ def download(model: str, *, weights: bool = True, cache: HubCache | None = None)
     return path
 
 
-def _snapshot(model: str, patterns: tuple[str, ...], cache: HubCache) -> Path:
+def _weight_patterns(path: Path) -> tuple[str, ...]:
+    """Return the patterns of the safetensors files that an engine reads, of a directory that has the files describing
+    the model.
+
+    A repository may hold the same weights once more: in the format of their authors (``consolidated.safetensors``, the
+    folder ``original``), or for other programs.
+    """
+    index, modules = _read_json(path / f"{_WHOLE}.index.json"), _read_json(path / "modules.json")
+    of_index = index.get("weight_map") if isinstance(index, dict) else None
+    names = set(map(str, of_index.values())) if isinstance(of_index, dict) else set()
+    patterns = [_WHOLE, *(map(glob.escape, sorted(names)) if names else (_PARTS,))]
+    # Layers behind the model, as sentence-transformers lists them: each in a folder of its own, in either format.
+    for module in modules if isinstance(modules, list) else ():
+        if folder := str(module.get("path") or "") if isinstance(module, dict) else "":
+            patterns += [f"{glob.escape(folder)}/{name}" for name in (_SAFETENSORS, _PICKLED)]
+    return tuple(patterns)
+
+
+def _read_json(path: Path) -> object:
+    """Return what a file holds; None if it is missing or no JSON, which is refused where the file is read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _snapshot(model: str, patterns: tuple[str, ...], cache: HubCache, commit: str = "") -> Path:
+    """Return the directory with the files of these patterns and those that describe the model. ``commit``: of which,
+    instead of the one that the model's revision names now."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
                 hub_id(model),
-                revision=model.partition("@")[2] or None,
+                revision=commit or model.partition("@")[2] or None,
                 allow_patterns=[*_DESCRIPTION, *patterns],
                 cache_dir=cache.directory,
                 # In containers one job downloads and the parts only wait for its files: otherwise each of them would

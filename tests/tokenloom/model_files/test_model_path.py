@@ -1,5 +1,6 @@
 """What is fetched from the hub, here from a mirror on this machine: weights for engines only, pickled ones last."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,27 @@ def test_pickled_weights_are_the_last_choice(more: tuple[str, ...], tmp_path: Pa
     weights = [file.name for file in weight_paths(path)]
     assert weights == (list(more) or ["pytorch_model.bin"])
     assert {file.name for file in path.iterdir()} == {*TEXT, *weights} == set(mirror.downloads)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_only_the_weights_that_are_read_are_fetched(has_index: bool, tmp_path: Path, mirror: HubMirror) -> None:
+    """Repositories hold them once more, in the format of their authors or for other programs."""
+    parts = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    others = {"consolidated.safetensors", "original/model.safetensors", "onnx/model.safetensors"}
+    dense = {"2_Dense/config.json", "2_Dense/model.safetensors"}
+    for name in parts | others | dense:
+        (mirror.directory / name).parent.mkdir(exist_ok=True)
+        (mirror.directory / name).write_text(f"weights of {name}")
+    described = {"modules.json"}
+    (mirror.directory / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "2_Dense"}]))
+    if has_index:
+        index = "model.safetensors.index.json"
+        described.add(index)
+        weight_map = dict(zip("ab", sorted(parts), strict=True))
+        (mirror.directory / index).write_text(json.dumps({"weight_map": weight_map}))
+    fetch(tmp_path)
+    assert set(mirror.downloads) == TEXT | described | parts | dense
+    assert set(mirror.downloads.values()) == {1}
 
 
 def test_parts_that_handle_text_fetch_no_weights(tmp_path: Path, mirror: HubMirror) -> None:

@@ -81,12 +81,35 @@ def _derive(path: Path, file: GgufFile) -> dict[str, Any]:
     for tensor in file.tensors.values():
         if tensor.kind not in PLAIN_NAMES.keys() | BLOCK_NAMES.keys():
             raise ValueError(f"{path}: {type_error(tensor.name, tensor.kind)}")
+    _check_sizes(file, own)
     if (split := f"blk.0.{_JOINED.get(architecture)}.weight") in file.tensors:
         raise ValueError(f"{path}: {split} is a part of a matrix that is read as one: serve the safetensors checkpoint")
     reader = ConfigReader(own, str(path))
     config = _read(reader, f"{architecture}.", file)
     reader.refuse_rest()
     return config
+
+
+_NO_SIZES = ("context_length", "sliding_window", "temperature_length")
+"""Ends of the names of entries that count tokens."""
+
+
+def _check_sizes(file: GgufFile, own: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a tensor that its file cannot hold, and for an entry that is a size of none.
+
+    Of such a number the engine would first ask for memory, and fail without its name.
+    """
+    bits = {part: 8 * part.stat().st_size for part in file.parts}
+    most = 0
+    for tensor in file.tensors.values():
+        if (count := math.prod(tensor.shape)) > bits[tensor.path]:  # no number takes less than a bit
+            raise ValueError(f"{tensor.path} ends within the tensor {tensor.name}: the file is not complete")
+        most = max(most, count)
+    for name, value in own.items():
+        values = value if isinstance(value, list) else [value]
+        largest = max((each for each in values if type(each) is int), default=0)
+        if largest > most and not name.endswith(_NO_SIZES) and ".rope." not in name:
+            raise ValueError(f"{file.path}: {name} is {largest}, and no tensor has more than {most} numbers")
 
 
 def type_error(name: str, kind: int) -> ValueError:

@@ -1,5 +1,7 @@
 """Architectures of GGUF: the logits of a file are those of the model of transformers from which it was converted."""
 
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,16 +109,17 @@ def entries_of(path: Path) -> dict[str, Any]:
 
 
 def write_head(path: Path, architecture: str, embeddings: tuple[int, int], entries: dict[str, Any]) -> Path:
-    """Write a file of the size of a published one, whose embeddings are absent but for their shape."""
+    """Write a file of the size of a published one, whose embeddings are zeros and whose layers are absent."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in entries.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint64
         (writer.add_string if isinstance(value, str) else add)(f"{architecture}.{name}", value)
     writer.add_tensor_info("token_embd.weight", embeddings, np.dtype(np.float16), 0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
+    os.truncate(path, path.stat().st_size + 2 * math.prod(embeddings))  # of zeros, which take no room
     return path
 
 
@@ -175,6 +178,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another gate": ("deepseek2", DEEPSEEK | {"expert_gating_func": 3}, "expert_gating_func must be 1 or 2"),
     "no experts": ("gpt-oss", COMMON | {"expert_count": 0}, "expert_count must be above 0"),
     "windows of OLMo 3": ("olmo2", COMMON | {"attention.sliding_window": 4096}, "not supported: olmo2.attention.slid"),
+    "many experts": ("gpt-oss", COMMON | {"expert_count": 1 << 40}, "expert_count is 1099511627776, and no tensor has"),
+    "a large state": ("mamba2", COMMON | {"ssm.inner_size": 1 << 40}, "ssm.inner_size is 1099511627776, and no tensor"),
+    "a large head": ("qwen3", COMMON | {"attention.key_length": 1 << 40}, "key_length is 1099511627776, and no tensor"),
     "another part of a head": ("granite", COMMON | {"rope.dimension_count": 8}, "must be the size of a head, 16"),
 }
 
@@ -183,7 +189,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_is_not_supported_is_named(name: str, tmp_path: Path) -> None:
     architecture, entries, message = REFUSED[name]
     sizes = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4}
-    path = write_head(tmp_path / "model.gguf", architecture, (8, 64), sizes | entries)
+    path = write_head(tmp_path / "model.gguf", architecture, (8, 1 << 16), sizes | entries)
     with pytest.raises(ValueError, match=message):
         how(path)
 

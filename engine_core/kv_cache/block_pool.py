@@ -89,6 +89,7 @@ class BlockPool:
         # they have the time since which they are free, and those that sessions used are kept apart.
         self._blank = list(range(num_blocks - 1, first - 1, -1))
         self._cached: OrderedDict[int, int | None] = OrderedDict()
+        self._demoted: OrderedDict[int, int | None] = OrderedDict()  # taken before cached ones, the first demoted first
         self.kept = KeptBlocks()
         """The free cached blocks that turns of sessions have used."""
 
@@ -130,8 +131,8 @@ class BlockPool:
             if not self.ref_counts[block_id]:
                 try:
                     del self._cached[block_id]
-                except KeyError:  # a turn of a session used it last
-                    self.kept.remove(block_id)
+                except KeyError:  # a turn of a session used it last, or it was demoted
+                    self._remove(block_id)
                 self.num_free -= 1
             self.ref_counts[block_id] += 1
 
@@ -161,9 +162,13 @@ class BlockPool:
         self.kept.add(freed, turn)
 
     def demote(self, block_id: int) -> None:
-        """Let a cached block, if it is free, be the first that is evicted."""
+        """Let a cached block, if it is free, be evicted before all that were not demoted."""
         if block_id in self._cached:
-            self._cached.move_to_end(block_id, last=False)
+            self._demoted[block_id] = self._cached.pop(block_id)
+
+    def oldest(self) -> int | None:
+        """Return the cached block that is free for longest, of those that were not demoted."""
+        return next(iter(self._cached), None)
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
         """Let a held block be found by its content.
@@ -222,7 +227,7 @@ class BlockPool:
                     self.wrong.add(block_id)
                 else:
                     if self._cached.pop(block_id, self) is self:
-                        self.kept.remove(block_id)
+                        self._remove(block_id)
                     self._blank.append(block_id)
                 self.kept.forget(block_id)
             for listener in self.listeners:
@@ -237,7 +242,7 @@ class BlockPool:
         self._hashes[block_id] = None
         if not self.ref_counts[block_id]:
             if self._cached.pop(block_id, self) is self:
-                self.kept.remove(block_id)
+                self._remove(block_id)
             self._blank.append(block_id)
         self.kept.forget(block_id)
         if is_useless:
@@ -255,12 +260,22 @@ class BlockPool:
         # again.
         self._blank.extend(reversed(self._cached))
         self._cached.clear()
+        self._blank.extend(reversed(self._demoted))
+        self._demoted.clear()
         self._blank.extend(self.kept.clear())
         for listener in self.listeners:
             listener.forgot_all()
 
+    def _remove(self, block_id: int) -> None:
+        """Take a block off the free ones that are not in ``_cached``."""
+        if self._demoted.pop(block_id, self) is self:
+            self.kept.remove(block_id)
+
     def _evict_oldest(self) -> int:
-        if self.kept.is_used:
+        if self._demoted:
+            block_id, _ = self._demoted.popitem(last=False)
+            self.kept.forget(block_id)
+        elif self.kept.is_used:
             block_id = self.kept.evict(self._cached)
         else:
             block_id, _ = self._cached.popitem(last=False)

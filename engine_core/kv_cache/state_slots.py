@@ -78,6 +78,8 @@ class StateSlotPool:
         self.parked_store: ParkedStore | None = None
         """Where content of preempted requests goes that the pools give up; None: nowhere."""
         self._num_hits = [0] * kv_cache.num_state_slots  # of the state that each slot has
+        self._num_demoted = 0
+        self._used_at = [0] * kv_cache.num_state_slots  # how many were demoted when it was kept or last hit
         self._kept: list[_Kept] = []  # bounded by the step
         self._draft_runs: dict[str, list[StateRun]] = {}  # of the step that is being planned
         self._read: list[int] = []  # slots that the step reads and no request owns any more
@@ -106,7 +108,7 @@ class StateSlotPool:
         self._read = []
         for each, is_first in zip(kept, is_new, strict=True):
             if is_first and each.is_spare:
-                self.pool.demote(each.slot)
+                self._give_up(each.slot)
             elif is_first and each.state.hit:
                 self._demote(each.state)
 
@@ -263,6 +265,7 @@ class StateSlotPool:
             assert slot is not None, "its blocks were shortened to a state"
             self.pool.share([slot])
             self._num_hits[slot] += 1
+            self._used_at[slot] = self._num_demoted
             state.slot = slot
         if (num_found - num_hits) * self._block_size >= self.fork_tokens:
             state.fork = num_found * self._block_size // self.boundary * self.boundary
@@ -353,6 +356,7 @@ class StateSlotPool:
         if is_new:
             self.num_kept += 1
             self._num_hits[kept.slot] = 0
+            self._used_at[kept.slot] = self._num_demoted
             if self.events is not None:
                 self.events.stored(request.block_hashes, index + 1)
         return is_new
@@ -360,10 +364,20 @@ class StateSlotPool:
     def _demote(self, state: RequestState) -> None:
         """Let the state that a request began with be replaced first, now that one further on is kept."""
         slot = self.pool.find(state.hit)
-        # Turns of a conversation hit the latest state only, but a beginning that others share is hit again.
+        # Turns of a conversation hit the latest state, but a beginning that others share is hit again. Where the user
+        # speaks, templates drop what the model thought, and an earlier state is hit: so the last demoted stays longest.
         if not self.keeps_all and slot is not None and self._num_hits[slot] == 1:
-            self.pool.demote(slot)
+            self._give_up(slot)
         state.hit = b""
+
+    def _give_up(self, slot: int) -> None:
+        """Let a state be replaced before others; and the one that is unused for longest, if as many as there are slots
+        were given up since it was used. A state that was hit twice would stay for ever otherwise."""
+        self.pool.demote(slot)
+        self._num_demoted += 1
+        oldest = self.pool.oldest()
+        if oldest is not None and self._num_demoted - self._used_at[oldest] > self.pool.num_blocks:
+            self.pool.demote(oldest)
 
     def _take(self, slot: int) -> int:
         """Return a slot to write to for a request whose state lies in ``slot``, which is to stay if there is room."""

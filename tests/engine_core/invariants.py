@@ -105,7 +105,7 @@ def _check_states(states: StateSlotPool, scheduler: Scheduler) -> None:
     held = Counter([*slots, *states._read, *(kept.slot for kept in states._kept)])
     pool = states.pool
     assert pool.ref_counts == [held[slot] for slot in range(pool.num_blocks)]
-    free = [*pool._blank, *pool._cached]
+    free = [*pool._blank, *pool._cached, *pool._demoted]
     assert sorted(free) == sorted(set(range(pool.num_blocks)) - set(held))
     assert len(free) == pool.num_free
     registered = {slot: name for slot, name in enumerate(pool._hashes) if name is not None}
@@ -153,7 +153,7 @@ def check_pool(pool: BlockPool, holders: Iterable[RequestKV], lent: Iterable[lis
         assert pool.ref_counts[NULL_BLOCK] > 1 << 60
     assert pool.wrong <= held.keys()
     assert pool.ref_counts[first:] == [held[block_id] for block_id in range(first, first + pool.num_blocks)]
-    free = [*reversed(pool._blank), *pool._cached, *pool.kept._kept_in]
+    free = [*reversed(pool._blank), *pool._demoted, *pool._cached, *pool.kept._kept_in]
     assert len(pool.kept._kept_in) == pool.kept.num_blocks
     assert len(free) == pool.num_free == pool.num_blocks - len(held)
     assert set(free) == set(range(first, first + pool.num_blocks)) - set(held)

@@ -63,6 +63,15 @@ def make_engine(path: Path, *, caches: bool, memory: int | None = None) -> Engin
     )
 
 
+def test_the_states_of_default_memory_are_enough(tmp_path: Path) -> None:
+    """The user speaks every tenth turn, and there are 16 slots: what a turn has demoted is still there ten turns on."""
+    engine = make_engine(write_model("qwen3_5_text", tmp_path), caches=True)
+    assert engine.core.scheduler.kv.states is not None
+    assert engine.core.scheduler.kv.states.pool.num_blocks == 16
+    talk, _, hits, _ = converse(engine)
+    assert sum(hits) / sum(map(len, talk.whole)) >= 0.95
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "kimi_linear"])
 def test_each_turn_finds_the_one_before(kind: str, tmp_path: Path) -> None:
     path = write_model(kind, tmp_path / kind)

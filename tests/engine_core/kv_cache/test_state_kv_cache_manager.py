@@ -169,7 +169,7 @@ def test_a_conversation_keeps_its_latest_state() -> None:
     manager.free(begin(manager, "b", [*range(8), *range(20, 29)]))
     step(manager)
     shared, latest = manager.states.pool._by_hash
-    assert next(iter(manager.states.pool._cached)) == manager.states.pool.find(shared)
+    assert next(iter(manager.states.pool._demoted)) == manager.states.pool.find(shared)
     manager.free(begin(manager, "c", [*range(8), 99]))
     step(manager)
     assert manager.states.pool.find(latest) is not None
@@ -328,6 +328,20 @@ def test_a_changed_last_message_begins_behind_the_one_before(chunk: int) -> None
     assert len(manager.find_cached_blocks(changed)) * SIZE == 12, "the whole blocks of the first message"
 
 
+def test_of_states_that_turns_have_left_behind_the_latest_stay() -> None:
+    """A template that drops earlier thinking goes on from a state of some turns ago."""
+    manager = make(num_slots=6)
+    tokens = list(range(9))
+    names = list[bytes]()
+    for turn in range(8):
+        request = begin(manager, f"turn {turn}", tokens)
+        names.append(request.block_hashes[(len(tokens) - 1) // SIZE - 1])
+        manager.free(request)
+        step(manager)
+        tokens = [*tokens, *range(100 * turn + 100, 100 * turn + 100 + SIZE)]
+    assert [manager.states.pool.find(name) is not None for name in names] == [False] * 3 + [True] * 5
+
+
 def test_a_state_lies_before_what_opens_the_answer() -> None:
     """A template may write other tokens there when the answer has become a message of the history."""
     manager = make()
@@ -340,7 +354,7 @@ def test_ends_of_earlier_messages_are_given_up_first() -> None:
     manager = make(num_slots=4)
     manager.free(begin_chat(manager, "a", chat(list(range(14)), list(range(30, 50)))))
     earlier, last = manager.states.pool._by_hash
-    assert next(iter(manager.states.pool._cached)) == manager.states.pool.find(earlier)
+    assert next(iter(manager.states.pool._demoted)) == manager.states.pool.find(earlier)
     for index in range(2):
         manager.free(begin_chat(manager, f"b{index}", list(range(100 + 20 * index, 117 + 20 * index))))
     assert manager.states.pool.find(earlier) is None

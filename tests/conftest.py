@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.bytecode import compile_ahead
+from tests.turns import cases_of_other_days
 from tokenloom.process.fall_backs import OF_PROCESS
 
 # How long an example takes, or its data, is the machine's affair; what hangs is stopped by the suite's own limit.
@@ -69,6 +71,12 @@ def group_of(nodeid: str) -> str:
     return next((name for start, name in GROUPS.items() if file.startswith(start)), file)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles what processes side by side would each compile, in the one that starts them."""
+    if config.getoption("numprocesses", None):
+        compile_ahead(config)
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Has one worker run all tests of a group (``make test``). The marks of xdist's ``--dist loadgroup`` have no effect
     with pytest 9.2: each worker set up the meshes and built the kernels of most files."""
@@ -82,8 +90,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders the tests, without those whose turn it is not on the day that is given."""
+    if day := os.environ.get("TEST_DAY"):
+        others = cases_of_other_days(items, int(day))
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: next((i for i, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), 99))
 
 

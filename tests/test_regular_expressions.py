@@ -7,8 +7,11 @@ characters: one or two of them repeated, with another one in front or behind.
 import ast
 import itertools
 import re
+from collections import deque
 from collections.abc import Iterator
 from functools import cache, partial
+from re import _constants as ops  # type: ignore[attr-defined]  # the only way to learn what an expression looks at
+from re import _parser
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +34,9 @@ MADE_AT_RUN_TIME = {
 }
 # What expressions of a table are called where they are used.
 OF_TABLES = {"VOLATILE_LINES": "line.pattern"}
+
+
+SMALL, LARGE = 1 << 7, 1 << 12
 
 
 class Use(NamedTuple):
@@ -105,15 +111,56 @@ def _schema_patterns(value: Any) -> set[str]:
 
 
 @cache
-def alphabet(pattern: str | bytes) -> tuple[str, ...]:
-    """Return characters that the expression may distinguish: the signs in its source, and one or two of each class."""
+def alphabet(pattern: str | bytes, flags: int) -> tuple[str, ...]:
+    """Return characters that the expression distinguishes: of the signs in its source, and of one or two of each class,
+    one for each combination of places that take it."""
     source = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
-    return tuple(dict.fromkeys([*"a1 \n", *(char for char in source if not char.isalnum())]))
+    every = dict.fromkeys([*"a1 \n", *(char for char in source if not char.isalnum())])
+    places = list(_places(_parser.parse(pattern, flags)))
+    if any(op is ops.GROUPREF for op, _ in places):  # which compares characters with each other
+        return tuple(every)
+    # In both cases, because the expression may ignore them.
+    alike = {tuple(_takes(place, char + char.swapcase()) for place in [*places, *_EDGES]): char for char in every}
+    return tuple(alike.values())
 
 
-def inputs(pattern: str | bytes) -> Iterator[tuple[str, str, str]]:
+_CATEGORIES = {ops.CATEGORY_DIGIT: r"\d", ops.CATEGORY_SPACE: r"\s", ops.CATEGORY_WORD: r"\w"}
+_CATEGORIES |= {ops.CATEGORY_NOT_DIGIT: r"\D", ops.CATEGORY_NOT_SPACE: r"\S", ops.CATEGORY_NOT_WORD: r"\W"}
+_EDGES = ((ops.CATEGORY, ops.CATEGORY_WORD), (ops.LITERAL, ord("\n")))
+"""What the edges of words and of lines look at, and ``.``."""
+
+
+def _places(parts: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of a parsed expression that look at a character."""
+    for op, argument in parts:
+        if op in (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.GROUPREF):
+            yield op, argument
+        elif op not in (ops.ANY, ops.AT):
+            inner = argument if isinstance(argument, tuple | list) else (argument,)
+            for each in itertools.chain.from_iterable(part if isinstance(part, list) else (part,) for part in inner):
+                if isinstance(each, _parser.SubPattern):
+                    yield from _places(each)
+
+
+def _takes(place: tuple[Any, Any], chars: str) -> tuple[bool, ...]:
+    return tuple(_takes_one(place, char) for char in chars)
+
+
+def _takes_one(place: tuple[Any, Any], char: str) -> bool:
+    op, argument = place
+    if op is ops.IN:
+        is_in = any(_takes_one(part, char) for part in argument if part[0] is not ops.NEGATE)
+        return is_in != (argument[0][0] is ops.NEGATE)
+    if op is ops.RANGE:
+        return bool(argument[0] <= ord(char) <= argument[1])
+    if op is ops.CATEGORY:
+        return re.fullmatch(_CATEGORIES[argument], char) is not None
+    return (ord(char) == argument) != (op is ops.NOT_LITERAL)
+
+
+def inputs(pattern: str | bytes, flags: int) -> Iterator[tuple[str, str, str]]:
     """Yield what stands before, is repeated, and stands behind."""
-    chars = alphabet(pattern)
+    chars = alphabet(pattern, flags)
     for first, second in itertools.product(chars, repeat=2):
         yield "", first + second, "\0"
         yield first, second, "\0"
@@ -131,9 +178,10 @@ def too_slow(use: Use, at_least: int | None = None) -> list[tuple[str, str, str]
         if use.method in ("sub", "subn"):
             return getattr(compiled, use.method)(b"" if is_bytes else "", value)
         result = getattr(compiled, use.method)(value)
-        return list(result) if use.method == "finditer" else result
+        return deque(result, 0) if use.method == "finditer" else result
 
-    found = (parts for parts in inputs(use.pattern) if grows_too_fast(partial(applied, *parts)))
+    every = inputs(use.pattern, use.flags)
+    found = (parts for parts in every if grows_too_fast(partial(applied, *parts), SMALL, LARGE))
     return list(itertools.islice(found, at_least))
 
 

@@ -18,7 +18,7 @@ SEEDS = 80
 """Of each scenario."""
 SEEDS_OF_MESHES = 30
 HUNTED = 200
-TRACED = 6
+TRACED = 3
 PROGRAM = """
 from tests.explorer.runner import run_seed
 print(*(each.digest for seed in range({}) for each in run_seed(seed, is_traced=True)))

@@ -105,8 +105,7 @@ def test_requests_leave_no_reference_cycles() -> None:
 
 def test_a_seed_takes_the_same_course_in_every_process() -> None:
     traces = [run_seed(seed).trace for seed in range(TRACED)]
-    for hash_seed in ("1", "2"):
-        assert _traces_elsewhere(hash_seed) == traces
+    assert _traces_elsewhere(hash_seed="1") == traces
     assert len(set(traces)) == TRACED
 
 

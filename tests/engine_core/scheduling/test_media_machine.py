@@ -194,6 +194,6 @@ class SoundCoreMachine(MediaCoreMachine):
 
 pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes
 TestMediaCoreMachine = MediaCoreMachine.TestCase
-TestMediaCoreMachine.settings = settings(_SETTINGS, max_examples=200)
+TestMediaCoreMachine.settings = settings(_SETTINGS, max_examples=100)
 TestSoundCoreMachine = SoundCoreMachine.TestCase
-TestSoundCoreMachine.settings = settings(_SETTINGS, max_examples=150)
+TestSoundCoreMachine.settings = settings(_SETTINGS, max_examples=75)

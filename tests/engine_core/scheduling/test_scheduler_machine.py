@@ -418,7 +418,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes
 _SETTINGS = settings(
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -28,7 +28,7 @@ from tokenloom.gpu_worker.towers.sound_tower import SoundTower
 from tokenloom.gpu_worker.towers.tower import Tower
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.encoder import sound_decoders
+from tokenloom.services.encoder import service, sound_decoders
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.encoder.service import EncoderService
 from tokenloom.services.runtime.host.service import running
@@ -164,6 +164,27 @@ async def test_rows_of_sounds_are_those_of_the_tower(tmp_path: Path, socket_dir:
         assert too_long is grpc.StatusCode.INVALID_ARGUMENT
 
 
+class NoTower:
+    """Stands for a process that computes rows, and takes seconds to start; nobody asks for rows."""
+
+    width, row_type, num_places = 64, RowType.ROW_TYPE_FLOAT32, 1
+
+    def __init__(self, path: str, settings: EncoderSettings, metrics: object, preparer: Any, *, hears: bool) -> None:
+        self._preparer = preparer
+
+    async def start(self) -> None:
+        await self._preparer.start(())
+
+    async def close(self) -> None:
+        await self._preparer.close()
+
+
+@pytest.fixture
+def without_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "RowMaker", NoTower)
+
+
+@pytest.mark.usefixtures("without_tower")
 async def test_a_sound_takes_no_more_than_its_time(tmp_path: Path, socket_dir: Path) -> None:
     checkpoint = write_whole_sound("qwen2_audio", tmp_path)
     async with serving(checkpoint, socket_dir, sound_timeout=0.05) as stub:
@@ -174,6 +195,7 @@ async def test_a_sound_takes_no_more_than_its_time(tmp_path: Path, socket_dir: P
         assert list(info.media_kinds) == [MEDIA_KIND_AUDIO]
 
 
+@pytest.mark.usefixtures("without_tower")
 async def test_a_long_sound_is_in_no_ones_memory(
     tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

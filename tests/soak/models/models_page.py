@@ -198,7 +198,13 @@ def _is_stretched(text: Any) -> bool:
 
 def try_all(directory: Path) -> dict[str, Any]:
     """Return the table of the installed transformers, after trying every type of it. Exits with 1 if one is wrong."""
-    outcomes = sweep(list(KINDS), directory)
+    tried = try_kinds(list(KINDS), directory)
+    return tried | read_all({kind: reason for kind, (_, reason) in tried["types"].items()})
+
+
+def try_kinds(kinds: Sequence[str], directory: Path) -> dict[str, Any]:
+    """Return what the table holds of types that are tried. Exits with 1 if one is wrong."""
+    outcomes = sweep(kinds, directory)
     if wrong := [kind for kind, outcome in outcomes.items() if outcome.verdict == "wrong"]:
         sys.exit(f"wrong: {', '.join(wrong)}")
     served = [kind for kind, outcome in outcomes.items() if outcome.verdict == "identical"]
@@ -214,6 +220,12 @@ def try_all(directory: Path) -> dict[str, Any]:
         "unless": unless,
         "states": {kind: chunk for kind in served if (chunk := outcomes[kind].state_chunk)},
         "staged": [kind for kind in served if not outcomes[kind].state_chunk and has_stages(kind, directory)],
+    }
+
+
+def read_all(answers: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the table holds that is read from transformers' classes. ``answers``: of all types."""
+    return {
         "values": {
             "activation": sorted(ACT2FN),
             # Under its older name transformers reads long rope too.

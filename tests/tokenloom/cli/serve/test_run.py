@@ -46,29 +46,25 @@ def test_another_name_is_told_the_nearest_and_the_command_for_any_model(name: st
     assert "`tokenloom serve MODEL` serves any other model" in result.output
 
 
-def test_a_mesh_with_keys_and_a_certificate_is_asked_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_with_keys_and_a_certificate_is_asked_from_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert CliRunner().invoke(app, ["certs", str(tmp_path / "mesh")]).exit_code == 0
     monkeypatch.setenv("TOKENLOOM_API_KEY", "first,second")
     monkeypatch.setenv("TOKENLOOM_PUBLIC_TLS_CERT", str(tmp_path / "mesh" / "gateway.crt"))
     monkeypatch.setenv("TOKENLOOM_PUBLIC_TLS_KEY", str(tmp_path / "mesh" / "gateway.key"))
-    result = CliRunner().invoke(app, ["run", "demo", "What is 3 plus 4?", "--temperature", "0"])
-    assert result.exit_code == 0, result.output
-    assert result.stdout == "3 + 4 = 7.\n"
-    assert "at https://127.0.0.1:" in result.stderr
-
-
-def test_a_question_from_a_pipe_is_answered_and_the_mesh_has_ended() -> None:
     result = CliRunner().invoke(app, ["run", "demo", "--temperature", "0"], input="What is 3 plus 4?\n")
     assert result.exit_code == 0, result.output
     assert result.stdout == "3 + 4 = 7.\n"
     assert "starting the mesh …" in result.stderr
-    assert "at http://127.0.0.1:" in result.stderr
+    assert "at https://127.0.0.1:" in result.stderr
     assert not list(running_meshes())
 
 
 def test_a_conversation_on_a_terminal_ends_the_mesh_too(runtime_dir: Path) -> None:
     names = {"XDG_RUNTIME_DIR": str(runtime_dir), "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80"}
     with terminal("run", "demo", "--temperature", "0", environment=names) as screen:
+        screen.read_until("at http://127.0.0.1:")
         screen.read_until("Ctrl-D leaves")
         screen.read_until("> ")
         screen.type("What is 3 plus 4?\n")

@@ -151,6 +151,8 @@ class EngineCore:
 
         Raises ``ValueError`` for an input that a session cannot have.
         """
+        if request.packed_prompt:
+            request.prompt_token_ids, request.packed_prompt = request.listed_prompt(), b""
         if request.resumable or request.request_id in self.sessions.live:
             self.sessions.add(request)
         else:

@@ -127,6 +127,17 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Images and sounds in order of position, without overlap, over prompt tokens only; the rows come later."""
     is_traced: bool = False
     """Whether ``EngineCoreOutputs.step_spans`` tells its steps, if the core traces any."""
+    packed_prompt: bytes = b""
+    """In place of ``prompt_token_ids``: the ids of a long prompt as little-endian 32-bit numbers. They become integers
+    when the request is added to the core."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids) or len(self.packed_prompt) // 4
+
+    def listed_prompt(self) -> list[int]:
+        """Return the ids of the prompt, packed or not."""
+        return np.frombuffer(self.packed_prompt, "<u4").tolist() if self.packed_prompt else self.prompt_token_ids
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):

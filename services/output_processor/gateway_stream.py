@@ -105,7 +105,8 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
             picked: list[tuple[Submit, FirstPick]] = []
             is_asked = False
             for each in message.submit[start : start + SUBMITS_PER_TURN]:
-                is_large = each.prompt.embeds or len(each.prompt.token_ids) >= _SHARED_TOKENS
+                prompt = each.prompt
+                is_large = prompt.embeds or len(prompt.token_ids) >= _SHARED_TOKENS or prompt.packed_token_ids
                 submit = own_copy(each) if is_large else each
                 pick = self._requests.ask(submit)
                 picked.append((submit, pick))

@@ -86,7 +86,10 @@ def block_hashes(
     these ids.
     """
     num_tokens = len(token_ids) // block_size * block_size
-    data = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+    if isinstance(token_ids, memoryview):  # packed ids: see packed_ids.py
+        data = token_ids[:num_tokens].tobytes()
+    else:
+        data = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
     block_bytes, sha256 = _TOKEN_BYTES * block_size, hashlib.sha256
     hashes: list[bytes] = []
     parent = seed

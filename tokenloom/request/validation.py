@@ -16,6 +16,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 from tokenloom.v1.types_pb2 import ModelLimits as Limits
 from tokenloom.v1.types_pb2 import SamplingParams as Params
 
+from . import packed_ids
 from .errors import ContextLengthExceeded, InvalidArgument
 from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE, check_bias_count, rows
 from .output_constraints import check_structured_outputs
@@ -277,10 +278,10 @@ def _check_token_ids(token_ids: Collection[int], limits: Limits, field: str, mos
     if most is not None and len(token_ids) > most:
         raise InvalidArgument(f"{field} may hold at most {most} ids, not {len(token_ids)}", field)
     # max and min in C instead of a loop: a prompt may have as many ids as the context has tokens.
-    largest = max(token_ids)
+    largest = packed_ids.largest(token_ids) if isinstance(token_ids, memoryview) else max(token_ids)
     if largest >= limits.vocab_size:
         raise InvalidArgument(f"{field} holds token id {largest}; ids go from 0 to {limits.vocab_size - 1}", field)
-    if min(token_ids) < 0:
+    if not isinstance(token_ids, memoryview) and min(token_ids) < 0:
         raise InvalidArgument(f"{field} holds a negative token id; ids go from 0 to {limits.vocab_size - 1}", field)
 
 

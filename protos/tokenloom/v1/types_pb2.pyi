@@ -262,20 +262,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("token_ids", "cache_salt", "embeds", "adapter", "reasoning_start", "media")
+    __slots__ = ("token_ids", "cache_salt", "embeds", "adapter", "reasoning_start", "media", "packed_token_ids")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     EMBEDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     REASONING_START_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     embeds: _containers.RepeatedCompositeFieldContainer[PromptEmbeds]
     adapter: bytes
     reasoning_start: ReasoningStart
     media: _containers.RepeatedCompositeFieldContainer[MediaItem]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., reasoning_start: _Optional[_Union[ReasoningStart, str]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ...) -> None: ...
+    packed_token_ids: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., reasoning_start: _Optional[_Union[ReasoningStart, str]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class MediaItem(_message.Message):
     __slots__ = ("key", "kind", "num_rows", "levels", "grid_t", "grid_h", "grid_w", "is_whole", "runs", "encoder", "digest", "options_json", "index", "num_in_prompt")

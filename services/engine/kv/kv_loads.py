@@ -278,7 +278,7 @@ class KVLoads:
         request = attempt.request
         if request is None:
             raise KVTransferError("not_found", "the attempt has ended")
-        token_ids = [*request.prompt_token_ids, *request.accepted_token_ids][: source.num_tokens]
+        token_ids = [*request.listed_prompt(), *request.accepted_token_ids][: source.num_tokens]
         if not (transports := self._paths.to(owner)):
             raise KVTransferError("transport", f"no transport of this engine reaches engine {owner.engine_id!r}")
         began = self._core.clock()

@@ -26,6 +26,7 @@ from tokenloom.request import validation
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.narrowing import rows
 from tokenloom.request.output_constraints import current_form
+from tokenloom.request.packed_ids import ids_of, num_ids
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.sampling_params import RepetitionDetectionParams, SamplingFields
 from tokenloom.v1 import engine_pb2, types_pb2
@@ -51,8 +52,10 @@ def to_core_request(
     if (task := add.WhichOneof("task")) is None:
         raise InvalidArgument("task is not set; expected sampling_params or pooling_params", "task")
     prompt = add.prompt
+    packed, listed = prompt.packed_token_ids, list(prompt.token_ids)  # a list is searched faster than the field
     pooling = to_core_pooling(add, limits) if task == "pooling_params" else None
-    sampling = _read_sampling(add, limits, random) if pooling is None else DRAWS_NOTHING
+    token_ids = ids_of(prompt) if packed else listed
+    sampling = _read_sampling(add, token_ids, limits, random) if pooling is None else DRAWS_NOTHING
     if add.priority:
         validation.check_priority(add.priority, limits)
     if len(add.tenant) > _MAX_TENANT_CHARS:
@@ -65,7 +68,8 @@ def to_core_request(
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
     return EngineCoreRequest(
         request_id=key,
-        prompt_token_ids=list(prompt.token_ids),
+        prompt_token_ids=listed,
+        packed_prompt=packed,
         sampling_params=sampling,
         accepted_token_ids=list(add.accepted_token_ids),
         priority=add.priority,
@@ -88,18 +92,20 @@ def _read_turn(turn: engine_pb2.SessionTurn) -> SessionTurn:
     return SessionTurn(turn.branch, turn.return_milliseconds * 1_000_000, keep_seconds * 1_000_000_000)
 
 
-def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, random: Random) -> CoreSamplingParams:
-    """Check what a request generates from, and return its parameters."""
+def _read_sampling(
+    add: engine_pb2.AddRequest, token_ids: Sequence[int], limits: types_pb2.ModelLimits, random: Random
+) -> CoreSamplingParams:
+    """Check what a request generates from, and return its parameters. ``token_ids``: of its prompt."""
     if not limits.generates:  # unset it means true, which the check knows
         check_generates(limits)
     prompt, params = add.prompt, add.sampling_params
     validation.check_sampling(params, limits)
-    validation.check_prompt(prompt.token_ids, params, limits)
+    validation.check_prompt(token_ids, params, limits)
     if add.accepted_token_ids:
-        validation.check_accepted(add.accepted_token_ids, len(prompt.token_ids), limits)
+        validation.check_accepted(add.accepted_token_ids, len(token_ids), limits)
     if prompt.embeds:
         check_embeds(prompt, params, limits)
-    return to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids), random)
+    return to_core_sampling(params, limits, limits.max_model_len - len(token_ids), random)
 
 
 def to_core_sampling(
@@ -134,9 +140,9 @@ def to_media(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> list[Me
         return [_beside(prompt.media, limits)]
     _check_counts(prompt, limits)
     spans = sorted((span for item in prompt.media for span in _runs(item, limits)), key=lambda span: span.position)
-    end = 0
+    end, num_tokens = 0, num_ids(prompt)
     for span in spans:
-        if span.position < end or span.end > len(prompt.token_ids):
+        if span.position < end or span.end > num_tokens:
             raise InvalidArgument("images and sounds overlap, or lie outside the prompt", "media")
         end = span.end
     return spans
@@ -221,7 +227,7 @@ def _check_kv(add: engine_pb2.AddRequest) -> None:
         )
     if not 0 < len(source.engine_id) <= _MAX_ENGINE_ID_CHARS:
         raise InvalidArgument("kv_source.engine_id is empty or too long", "kv_source")
-    num_tokens = len(add.prompt.token_ids) + len(add.accepted_token_ids)
+    num_tokens = num_ids(add.prompt) + len(add.accepted_token_ids)
     if not 1 <= source.num_tokens <= num_tokens:
         raise InvalidArgument(f"kv_source covers {source.num_tokens} tokens, the request has {num_tokens}", "kv_source")
 
@@ -272,16 +278,16 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
         raise InvalidArgument(
             f"task {wanted} is not among this model's pooling tasks: {_names(limits)}", "pooling_params.task"
         )
-    validation.check_pooling_prompt(add.prompt.token_ids, limits, field="prompt")
+    validation.check_pooling_prompt(ids_of(add.prompt), limits, field="prompt")
     if add.prompt.embeds:
         raise InvalidArgument("prompt embeddings cannot be pooled; send token ids", "prompt_embeds")
     if add.prompt.media and wire.task != types_pb2.POOLING_TASK_ALIGN:
         raise InvalidArgument("images and sounds cannot be pooled; send text", "media")
     if add.accepted_token_ids or add.hold_kv or add.HasField("kv_source"):
         raise InvalidArgument("a pooling request has no output tokens and moves no KV", "pooling_params")
-    if wire.first_part_tokens > len(add.prompt.token_ids):
+    if wire.first_part_tokens > (num_tokens := num_ids(add.prompt)):
         raise InvalidArgument(
-            f"first_part_tokens is {wire.first_part_tokens}, but the prompt has {len(add.prompt.token_ids)} tokens",
+            f"first_part_tokens is {wire.first_part_tokens}, but the prompt has {num_tokens} tokens",
             "first_part_tokens",
         )
     return CorePoolingParams(

@@ -107,7 +107,7 @@ class Attempts:
             request_id=add.request_id,
             trace_headers=pick_headers(add.trace_headers.items()) if add.trace_headers else None,
             request=request,
-            tokens=TokenCounts(len(request.prompt_token_ids), num_accepted, num_accepted),
+            tokens=TokenCounts(request.num_prompt_tokens, num_accepted, num_accepted),
             times=AttemptTimes(self._clock()),
             kv=AttemptKV(request.lease_id, request.awaits_tokens),
             pooling_task=None if request.pooling_params is None else request.pooling_params.task,

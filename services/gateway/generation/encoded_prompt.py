@@ -47,6 +47,8 @@ def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimi
     if len(prompt) >= limits.max_model_len:
         # Refuse it for its length before its items are looked at.
         validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
+    if (packed := packed_ids.packed_values(prompt)) is not None:
+        return tokenizer_pb2.TokenizedPrompt(packed_token_ids=packed)
     return tokenizer_pb2.TokenizedPrompt(token_ids=narrow_token_ids(field, prompt))
 
 
@@ -58,33 +60,22 @@ async def unpack(prompt: tokenizer_pb2.TokenizedPrompt, ids: Sequence[int]) -> N
     prompt.ClearField("packed_token_ids")
 
 
-async def unpack_kept(
-    prompt: tokenizer_pb2.TokenizedPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
-) -> None:
-    """Unpack the ids of a prompt that are kept; None: all. Raises ``ContextLengthExceeded`` if they are too many."""
-    if not prompt.packed_token_ids:
-        return
-    ids = packed_ids.ids_of(prompt)
-    if keep is None and len(ids) >= limits.max_model_len:  # refused for its length before its items are looked at
-        validation.check_prompt(range(len(ids)), types_pb2.SamplingParams(), limits, field=field)
-    if keep is not None and len(ids) > keep:
-        ids = ids[-keep:]
-        prompt.ClearField("block_hash_prefixes")  # they are those of another beginning
-    await unpack(prompt, ids)
-
-
 def continued(before: Sequence[int], prompt: EncodedPrompt) -> EncodedPrompt:
     """Return the prompt after the tokens before it, without its block hashes, which assume that a prompt begins."""
-    if not prompt.token_ids:
+    if not (ids := prompt.token_ids or packed_ids.ids_of(prompt)):
         return prompt
-    return tokenizer_pb2.TokenizedPrompt(token_ids=[*before, *prompt.token_ids], reasoning_start=prompt.reasoning_start)
+    return tokenizer_pb2.TokenizedPrompt(token_ids=[*before, *ids], reasoning_start=prompt.reasoning_start)
 
 
 def truncated(prompt: EncodedPrompt, keep: int) -> EncodedPrompt:
     """Return the end of a prompt, without its block hashes, which are those of another beginning."""
-    if len(prompt.token_ids) <= keep:
+    if (len(prompt.token_ids) or packed_ids.num_ids(prompt)) <= keep:
         return prompt
-    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], reasoning_start=prompt.reasoning_start)
+    return tokenizer_pb2.TokenizedPrompt(
+        token_ids=prompt.token_ids[-keep:],
+        packed_token_ids=prompt.packed_token_ids[-packed_ids.ID_BYTES * keep :],
+        reasoning_start=prompt.reasoning_start,
+    )
 
 
 async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: bytes) -> None:
@@ -100,13 +91,14 @@ async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: by
         if isinstance(prompt, types_pb2.Prompt) or not block_size or prompt.block_hash_prefixes:
             continue
         most = max(TOKENS_PER_TURN // block_size, 1) * block_size
-        end = min(len(prompt.token_ids) // block_size, MAX_BLOCKS) * block_size
+        all_ids = prompt.token_ids or packed_ids.ids_of(prompt)
+        end = min(len(all_ids) // block_size, MAX_BLOCKS) * block_size
         hashes: list[bytes] = []
         for start in range(0, end, most):
             if num_hashed >= TOKENS_PER_TURN:
                 num_hashed = 0
                 await asyncio.sleep(0)
-            ids = prompt.token_ids[start : min(start + most, end)]
+            ids = all_ids[start : min(start + most, end)]
             hashes += block_hashes(ids, block_size, hashes[-1] if hashes else b"", salt)
             num_hashed += len(ids)
         prompt.block_hash_prefixes.extend(shortened(hashes))
@@ -148,16 +140,15 @@ async def encode_prompts(
             takes_packed_ids=True,
             tenant=request.tenant.name,
         )
-        encoded = (await encoding).prompts
-        for each in encoded:
-            await unpack_kept(each, keep, request.prompt_field, limits)
-        return list(encoded)
+        return list((await encoding).prompts)
     read: list[EncodedPrompt] = []
     for prompt in prompts:
         if read:
             await asyncio.sleep(0)
         assert not isinstance(prompt, str), "there are texts or others"
         read.append(read_ids(prompt, keep, request.prompt_field, limits))
+        if packed := read[-1].packed_token_ids:
+            await asyncio.to_thread(packed_ids.largest, packed)  # the first one imports numpy, which takes 0.1 s
     return read
 
 
@@ -184,6 +175,9 @@ async def echoed_texts(
             return own
     skip = request.text.skip_special_tokens if request.text.HasField("skip_special_tokens") else True
     decoding = [
-        tokenizers.decode(prompt.token_ids, skip_special_tokens=skip, tenant=request.tenant.name) for prompt in prompts
+        tokenizers.decode(
+            prompt.token_ids or packed_ids.ids_of(prompt), skip_special_tokens=skip, tenant=request.tenant.name
+        )
+        for prompt in prompts
     ]
     return [decoded.text for decoded in await asyncio.gather(*decoding)]

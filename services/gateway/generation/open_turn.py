@@ -181,7 +181,6 @@ class TurnComparer:
         self,
         chat: Chat,
         prompt: tokenizer_pb2.TokenizedPrompt,
-        packed: bytes,
         tenant: str,
         salt: tuple[bytes, bytes],
         block_size: int,
@@ -190,8 +189,8 @@ class TurnComparer:
         named: TurnNames = UNNAMED,
     ) -> OpenTurn:
         """Compare a prompt with the turn that it continues; with replayed ids, change the prompt, which then has no
-        hashes. ``packed``: its ids, 4 bytes each; empty: they are not packed. ``salt``: of its KV blocks, and the
-        digest of its adapter. ``ends``: the tokens that end an answer."""
+        hashes. ``salt``: of its KV blocks, and the digest of its adapter. ``ends``: the tokens that end an answer."""
+        packed = prompt.packed_token_ids
         tokens = packed or pack(prompt.token_ids)
         is_open = prompt.reasoning_start == types_pb2.REASONING_START_OPEN
         turn = OpenTurn(digest_of(chat), tokens, prompt.block_hash_prefixes, *salt, block_size, is_open)
@@ -210,7 +209,10 @@ class TurnComparer:
             await self._compare(turn, before, ends, decode, is_named=turn.is_compared_with(named.compared))
         if turn.tokens != tokens:
             del prompt.token_ids[:], prompt.block_hash_prefixes[:]
-            prompt.token_ids.extend(array("I", turn.tokens))
+            if packed:
+                prompt.packed_token_ids = turn.tokens
+            else:
+                prompt.token_ids.extend(array("I", turn.tokens))
         return turn
 
     async def _compare(

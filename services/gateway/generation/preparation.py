@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from tokenloom.request import errors, validation
+from tokenloom.request import errors, packed_ids, validation
 from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, Tracer
@@ -38,7 +38,6 @@ from .encoded_prompt import (
     encode_prompts,
     forbid_words,
     truncated,
-    unpack_kept,
 )
 from .open_turn import MAX_SESSION_NAME, OpenTurn, TurnComparer, TurnNames
 from .past_turns import MAX_CHAT_BYTES, PastTurns
@@ -204,14 +203,12 @@ class Preparer:
             else:
                 encode = self._encoder(salt, request.tenant.name, chat, sizes)
                 chat, rendered = await request.edits.run(chat, encode)
-            if packed := rendered.packed_token_ids:
-                await unpack_kept(rendered, keep, request.prompt_field, limits)
             if request.reasoning_start:
                 rendered.reasoning_start = request.reasoning_start
             prompts = [rendered]
             has_turns = chat.tools_json or chat.has_answers or request.session or is_compared
             if has_turns and keep is None and media is None:
-                turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
+                turn = await self._open_turn(request, chat, rendered, salt, info.eos_token_ids)
         else:
             prompts = await encode_prompts(self._tokenizers, request, request.prompts, keep, salt, limits)
             if request.reasoning_start:
@@ -239,13 +236,15 @@ class Preparer:
         for prompt in prompts:
             if submits:
                 await asyncio.sleep(0)
+            if beams is not None:
+                packed_ids.unpack(prompt)  # its steps append to the list
             submit = _submit(request, prompt, sampling, limits, default, priority, cost, salt)
             if media is not None:
                 _add_media(submit, prompt, chat, limits)
             elif sound is not None:
                 submit.prompt.media.extend(prompt.media)
             submits.append(submit)
-            num_prompt += len(prompt.token_ids)
+            num_prompt += len(prompt.token_ids) or packed_ids.num_ids(prompt)
             num_output += request.num_samples * submit.sampling_params.max_tokens
             if context.beside_engine:
                 submit.preferred_engine = context.beside_engine
@@ -281,12 +280,10 @@ class Preparer:
         request: GenerateRequest,
         chat: Chat,
         prompt: tokenizer_pb2.TokenizedPrompt,
-        packed: bytes,
         salt: bytes,
         ends: Sequence[int],
     ) -> OpenTurn | None:
-        """Compare the prompt of a conversation with the turn before it; None if its turns are not remembered.
-        ``packed``: its ids as the tokenizer has packed them; empty: it has not."""
+        """Compare the prompt of a conversation with the turn before it; None if its turns are not remembered."""
         block_size, tenant = self._links.view.block_size, request.tenant.name
         if not block_size or request.num_samples > 1 or len(chat.messages_json) > MAX_CHAT_BYTES:
             return None
@@ -296,7 +293,7 @@ class Preparer:
 
         keys = salt, b"" if request.adapter is None else request.adapter.digest
         named = TurnNames(request.answer, request.compared or "", request.session[:MAX_SESSION_NAME])
-        turn = await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode, named)
+        turn = await self._turns.open(chat, prompt, tenant, keys, block_size, ends, decode, named)
         turn.is_kept = request.keep_seconds > 0
         return turn
 
@@ -346,7 +343,11 @@ def _submit(
     submit = output_processor_pb2.Submit(
         prompt=prompt
         if isinstance(prompt, types_pb2.Prompt)
-        else types_pb2.Prompt(token_ids=prompt.token_ids, reasoning_start=prompt.reasoning_start),
+        else types_pb2.Prompt(
+            token_ids=prompt.token_ids,
+            packed_token_ids=prompt.packed_token_ids,
+            reasoning_start=prompt.reasoning_start,
+        ),
         block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
         sampling_params=sampling,
         text=request.text,
@@ -364,17 +365,17 @@ def _submit(
         submit.kv_transfer.CopyFrom(request.kv)
     if request.adapter is not None:
         submit.prompt.adapter = request.adapter.digest
-    params = submit.sampling_params
+    params, token_ids = submit.sampling_params, prompt.token_ids or packed_ids.ids_of(prompt)
     if not params.HasField("max_tokens"):
         validation.fill_max_tokens(
             params,
-            len(prompt.token_ids),
+            len(token_ids),
             limits,
             chat=request.fills_context or isinstance(request.prompts, Chat),
             default=request.most_tokens or default_max_tokens,
             most=cost.default_tokens,
         )
-    validation.check_prompt(prompt.token_ids, params, limits, field=request.prompt_field)
+    validation.check_prompt(token_ids, params, limits, field=request.prompt_field)
     if isinstance(prompt, types_pb2.Prompt):
         check_embeds(submit.prompt, params, limits)
     return submit
@@ -466,7 +467,7 @@ class RequestCost:
             params = submit.sampling_params
             max_tokens = max(max_tokens, params.max_tokens)
             if params.HasField("prompt_logprobs"):
-                num_prompt_values += len(submit.prompt.token_ids) * min(params.prompt_logprobs, limits.vocab_size)
+                num_prompt_values += packed_ids.num_ids(submit.prompt) * min(params.prompt_logprobs, limits.vocab_size)
         if num_prompt_values > self.most:
             raise errors.InvalidArgument(
                 f"prompt_logprobs asks for {num_prompt_values} log probabilities of the prompts; this gateway allows "

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from tokenloom.request import errors
+from tokenloom.request import errors, packed_ids
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
@@ -61,7 +61,7 @@ class RunningGeneration:
         self.prompts: list[Sequence[int]] = []
         self._max_tokens: list[int] = []
         for submit in submits:
-            token_ids = submit.prompt.token_ids
+            token_ids = submit.prompt.token_ids or packed_ids.ids_of(submit.prompt)
             # A copy beside embeddings: a reference would keep them, and they may be large.
             self.prompts.append(list(token_ids) if submit.prompt.embeds else token_ids)
             self._max_tokens.append(submit.sampling_params.max_tokens)
@@ -284,7 +284,10 @@ class OutputsReasoning:
     def __init__(self, marks: ReasoningMarks, submits: Sequence[output_processor_pb2.Submit], num_samples: int) -> None:
         """The first ``num_samples`` outputs continue the prompt of the first submit, and so on."""
         prompts = [submit.prompt for submit in submits]
-        of_prompts = [Reasoning(marks, prompt.token_ids, prompt.reasoning_start) for prompt in prompts]
+        of_prompts = [
+            Reasoning(marks, prompt.token_ids or packed_ids.ids_of(prompt), prompt.reasoning_start)
+            for prompt in prompts
+        ]
         self.is_open, self.is_over = of_prompts[0].is_inside, of_prompts[0].is_over
         self._of_outputs = [each.copy() for each in of_prompts for _ in range(num_samples)]
 

@@ -6,7 +6,7 @@ from typing import Protocol, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenloom.request import errors
+from tokenloom.request import errors, packed_ids
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.v1 import output_processor_pb2, types_pb2
@@ -140,7 +140,7 @@ class PendingRequest:
         self.collector = collector
         self.first_index = first_index
         self.num_live = self.num_samples = submit.num_samples or 1
-        self.num_bytes = 4 * len(submit.prompt.token_ids)
+        self.num_bytes = 4 * (len(submit.prompt.token_ids) or packed_ids.num_ids(submit.prompt))
         for span in submit.prompt.embeds:
             self.num_bytes += len(span.rows)
         self.max_tokens = submit.sampling_params.max_tokens or sys.maxsize

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol
 
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors, packed_ids, wire_errors
 from tokenloom.services.runtime.liveness import LivenessTimer
-from tokenloom.services.runtime.peers.hello import check_hello
+from tokenloom.services.runtime.peers.hello import PACKED_IDS, check_hello
 from tokenloom.services.runtime.streams.slotted_stream import (
     MAX_WRONG_FRAMES,
     ClientStream,
@@ -104,6 +104,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         was_silent: Whether the stream has ended because the output processor was silent, so that it may still work.
         was_wrong: Whether it has ended because of a frame that no output processor may send.
         num_wrong: What came that no output processor may send: once it costs the request alone that it is of.
+        takes_packed_ids: Whether the output processor reads packed prompts, once it has said hello.
     """
 
     def __init__(self, owner: StreamOwner, is_needed: Callable[[], bool] = lambda: True) -> None:
@@ -113,7 +114,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         self._is_needed = is_needed
         self._unused = LivenessTimer()
         self._ended = False
-        self.leaving = self.was_silent = self.was_wrong = False
+        self.leaving = self.was_silent = self.was_wrong = self.takes_packed_ids = False
         self.num_wrong = 0
         self.incarnation: Incarnation = ("", 0)
 
@@ -122,6 +123,8 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         assert not self._ended
         slot = self._take_slot(request)
         submit = request.again(slot, now=asyncio.get_running_loop().time()) if again else request.first(slot)
+        if not self.takes_packed_ids and submit.prompt.packed_token_ids:
+            packed_ids.unpack(submit.prompt)
         num_bytes = request.num_bytes
         for journal in submit.journals:
             num_bytes += 4 * len(journal.token_ids)
@@ -375,6 +378,7 @@ class OutputLink:
         check_hello(frame.hello, fingerprint=self._ours.fingerprint)
         self.mark = hashlib.blake2s(frame.hello.peer_id.encode(), digest_size=MARK_DIGITS // 2).hexdigest()
         stream.leaving, stream.incarnation = frame.leaving, (self.address, frame.hello.epoch)
+        stream.takes_packed_ids = PACKED_IDS in frame.hello.features
         if self.is_left and stream.incarnation not in self._wrong:
             self._wrong.clear()  # it was restarted
             self._set_left(False)

@@ -12,6 +12,7 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, packed_ids, wire_errors
+from tokenloom.request.packed_ids import LONG_PROMPT
 from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
@@ -63,6 +64,8 @@ MAX_WRONG = 3
 """Wrong answers to one call after which it ends."""
 _MAX_PACKED_BYTES = 8 << 20
 """Texts of more bytes are not packed: each byte may be a token, of four bytes, and a message may have 64 MiB."""
+_SHORT_ANSWER = packed_ids.ID_BYTES * LONG_PROMPT
+"""Bytes of an answer without packed ids, unless it has many prompts."""
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How gRPC ends calls whose connection was lost."""
 
@@ -228,7 +231,8 @@ class TokenizerClient:
                     try:
                         stub = self._stubs[address]
                         answer = await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
-                        if stage is self._short:
+                        # A text of so few bytes has no more tokens; the size of an answer is not free.
+                        if stage is self._short and (cost <= LONG_PROMPT or answer.ByteSize() <= _SHORT_ANSWER):
                             fits = self._fits(request, answer)
                         else:  # off the event loop: it takes milliseconds, and the first one imports numpy
                             fits = await asyncio.to_thread(self._fits, request, answer)

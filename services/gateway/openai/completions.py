@@ -236,7 +236,7 @@ def _prompts(prompt: object) -> Sequence[str | Sequence[object]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        kinds = {type(item) for item in prompt}  # values decoded from JSON have no subtypes
+        kinds = set(map(type, prompt))  # values decoded from JSON have no subtypes
         if kinds in ({str}, {list}):
             return prompt
         if not kinds & {str, list, dict, type(None)}:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tokenloom.request import errors
+from tokenloom.request import errors, packed_ids
 from tokenloom.request.narrowing import ALL_LOGPROBS
 from tokenloom.request.sampling_params import SamplingFields
 from tokenloom.v1 import output_processor_pb2, types_pb2
@@ -64,7 +64,7 @@ class RenderEndpoint:
             yield b"," * bool(number)
             name = base if len(prepared.submits) == 1 else f"{base}-{number}"
             yield b'{"request_id":%b,"token_ids":[' % encode_json(name)
-            ids = submit.prompt.token_ids
+            ids = submit.prompt.token_ids or packed_ids.ids_of(submit.prompt)
             for start in range(0, len(ids), _IDS_PER_BLOCK):
                 yield b"," * bool(start) + encode_json(list(ids[start : start + _IDS_PER_BLOCK]))[1:-1]
             yield b"]%b}" % members(self._members(request, options, submit, prepared))

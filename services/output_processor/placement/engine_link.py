@@ -10,10 +10,10 @@ from typing import Protocol
 import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request import errors, logprob_columns
+from tokenloom.request import errors, logprob_columns, packed_ids
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.hello import check_hello
+from tokenloom.services.runtime.peers.hello import PACKED_IDS, check_hello
 from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.streams.slotted_stream import (
@@ -153,6 +153,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self._used_at = asyncio.get_running_loop().time()
         self.is_open = False
         """Whether both sides have said hello and neither has ended."""
+        self._takes_packed_ids = False
 
     @property
     def idle_seconds(self) -> float:
@@ -183,6 +184,8 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         request.slot = attempt.slot = self._take_slot(attempt)
         attempt.request_id = request.request_id
         attempt.owner = owner
+        if not self._takes_packed_ids:
+            packed_ids.unpack(request.prompt)
         # append would take twice the memory for a long prompt
         self._message(request.ByteSize()).add.add().CopyFrom(request)
 
@@ -226,6 +229,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         )
         if frame.hello.fingerprint.ByteSize():
             self.serves = frame.hello.fingerprint
+        self._takes_packed_ids = PACKED_IDS in frame.hello.features
         self.is_open = True
         self._opened.set()
 

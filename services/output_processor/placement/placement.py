@@ -11,6 +11,7 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.packed_ids import num_ids
 from tokenloom.request.prefix_schedule import SESSION_HASHES
 from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
@@ -131,7 +132,8 @@ class Placer:
             return None  # the coordinator does more for it than to choose an engine, or may refuse it
         link = self._links.find_open(only)
         # The engine's KV cache must hold the prompt and the first token.
-        is_fit = link is not None and len(submit.prompt.token_ids) < link.longest_request
+        num_tokens = len(submit.prompt.token_ids) or num_ids(submit.prompt)
+        is_fit = link is not None and num_tokens < link.longest_request
         return EngineAttempt(link) if link is not None and is_fit else None
 
     def ask(self, submit: Submit) -> PendingPick | None:
@@ -340,7 +342,7 @@ def _pick_request(
     return PickRequest(
         fingerprint=pool,
         role=leg,
-        prompt_tokens=len(submit.prompt.token_ids) + num_output_tokens,
+        prompt_tokens=(len(submit.prompt.token_ids) or num_ids(submit.prompt)) + num_output_tokens,
         max_new_tokens=submit.sampling_params.max_tokens,
         block_hash_prefixes=submit.block_hash_prefixes,
         tenant=submit.tenant,

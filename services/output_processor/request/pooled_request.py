@@ -7,6 +7,7 @@ from functools import partial
 from math import prod
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.packed_ids import num_ids
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -94,7 +95,7 @@ class PooledRequest:
 
     def on_pooled(self, attempt: EngineAttempt, part: Pooled) -> None:
         shape = part.shape or self._shape
-        most = len(self._submit.prompt.token_ids) * max(attempt.link.identity.limits.vocab_size, _WIDEST)
+        most = num_ids(self._submit.prompt) * max(attempt.link.identity.limits.vocab_size, _WIDEST)
         if prod(shape) > most or 4 * part.offset + len(part.data) > 4 * prod(shape):
             raise WrongFrame("a part of a result is beyond its shape")
         if part.offset and 4 * part.offset != self._num_bytes:
@@ -212,7 +213,7 @@ class PooledRequest:
             slot=self.slot,
             reason=reason,
             error=None if error is None else wire_errors.to_proto(error),
-            prompt_tokens=len(self._submit.prompt.token_ids),
+            prompt_tokens=num_ids(self._submit.prompt),
             cached_tokens=finished.cached_tokens,
             attempts=self._num_attempts,
             timeline=self._timeline,

@@ -7,6 +7,7 @@ from functools import partial
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.limits import Reservation
+from tokenloom.request.packed_ids import num_ids
 from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.tracing import Tracer
@@ -248,7 +249,7 @@ def prompt_bytes(submit: Submit) -> int:
     """Return the memory of a request's prompt while it is live, in bytes: that of its Submit, and of an ``AddRequest``
     for each sample, which waits while the engine does not read."""
     prompt = submit.prompt
-    size = _TOKEN_BYTES * len(prompt.token_ids)
+    size = _TOKEN_BYTES * (len(prompt.token_ids) or num_ids(prompt))
     if prompt.embeds:
         size += sum(len(span.rows) for span in prompt.embeds)
     # Counting requests alone was not enough: 4,096 prompts of 32,000 tokens, far below --max-requests, fill the 512 MiB

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, logprob_columns, wire_errors
+from tokenloom.request.packed_ids import ids_of
 from tokenloom.request.routed_rows import RoutedRows, routed_message
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1.engine_pb2 import Finished, KVSource
@@ -50,7 +51,9 @@ class SampleOutput:
         journal: SampleJournal | None = None,
     ) -> None:
         """``journal``: what the client has of the sample, from an output processor that was lost."""
-        params, prompt_ids, interval = submit.sampling_params, submit.prompt.token_ids, submit.text.stream_interval
+        params, interval = submit.sampling_params, submit.text.stream_interval
+        prompt_ids = submit.prompt.token_ids or ids_of(submit.prompt)
+        self._num_prompt_tokens = len(prompt_ids)
         self._submit = submit
         self._key = submit.slot, sample_index
         self._interval = interval
@@ -61,7 +64,7 @@ class SampleOutput:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._max_tokens = params.max_tokens or sys.maxsize
         self.clock = clock
-        self._text = OutputText(_detokenizer(submit, vocabulary), self._stop_token_ids, eos_token_ids)
+        self._text = OutputText(_detokenizer(submit, prompt_ids, vocabulary), self._stop_token_ids, eos_token_ids)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
         num_known = submit.num_prompt_logprobs
         self._prompt_logprobs = PromptLogprobTexts(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
@@ -260,7 +263,7 @@ class SampleOutput:
     @property
     def _num_cached(self) -> int:
         """Prompt tokens that a cache had; an attempt that continued an output may have found more than the prompt."""
-        return min(self._prefill.cached_tokens, len(self._submit.prompt.token_ids)) if self._prefill is not None else 0
+        return min(self._prefill.cached_tokens, self._num_prompt_tokens) if self._prefill is not None else 0
 
     def _end(
         self,
@@ -280,7 +283,7 @@ class SampleOutput:
             reason=reason,
             stop_reason=stop_reason,
             error=None if error is None else wire_errors.to_proto(error),
-            prompt_tokens=len(self._submit.prompt.token_ids),
+            prompt_tokens=self._num_prompt_tokens,
             completion_tokens=len(self.token_ids),
             cached_tokens=self._num_cached,
             attempts=self.num_attempts,
@@ -320,11 +323,11 @@ class RoutedOutput:
         return routed_message(self._rows) if is_complete else None
 
 
-def _detokenizer(submit: Submit, vocabulary: Vocabulary) -> Detokenizer:
+def _detokenizer(submit: Submit, prompt_ids: Sequence[int], vocabulary: Vocabulary) -> Detokenizer:
     text = submit.text
     return Detokenizer(
         vocabulary,
-        submit.prompt.token_ids,
+        prompt_ids,
         stop=text.stop,
         min_tokens=submit.sampling_params.min_tokens,
         include_stop_str=text.include_stop_str_in_output,

@@ -22,6 +22,9 @@ NO_CREDIT_SECONDS = SILENCE_SECONDS
 HELLO_SECONDS = SILENCE_SECONDS
 """How long a peer may take to send its Hello."""
 
+PACKED_IDS = "packed_token_ids"
+"""Names the feature of a hello whose sender reads ``Prompt.packed_token_ids``."""
+
 _COMPARED = ("model", "weights", "tokenizer", "block_hash_seed", "block_size", "kv_layout", "numerics")
 SERVED_FIELDS = ("model", "tokenizer")
 """What every part knows of the model that it serves; only engines know the others."""
@@ -35,7 +38,6 @@ def make_hello(
     expected_peer_id: str = "",
     expected_epoch: int = 0,
     initial_credit: int = 0,
-    features: Iterable[str] = (),
 ) -> types_pb2.Hello:
     """Return this process's Hello. ``expected_*`` name the peer that it expects; empty: any peer."""
     return types_pb2.Hello(
@@ -47,7 +49,7 @@ def make_hello(
         fingerprint=fingerprint,
         max_message_bytes=MAX_MESSAGE_BYTES,
         initial_credit=initial_credit,
-        features=features,
+        features=(PACKED_IDS,),
     )
 
 

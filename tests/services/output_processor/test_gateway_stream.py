@@ -16,9 +16,11 @@ from tests.services.output_processor.legs import part_at_any
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request import errors
+from tokenloom.request.packed_ids import pack
 from tokenloom.services.output_processor import gateway_stream
 from tokenloom.services.output_processor.gateway_stream import own_copy
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
+from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.streams import slotted_stream as server_stream
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, Submit
@@ -47,6 +49,34 @@ async def test_tokens_become_text_and_the_end_says_what_was_used(mesh: Mesh) -> 
     assert timeline.placement_ns > 0
     assert timeline.detokenize_ns > 0
     assert (timeline.prefill_engine, timeline.decode_engine) == ("engine-0", "engine-0")
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_engines_get_packed_ids_if_they_read_them(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
+    if is_old:
+        monkeypatch.setattr(hello, "PACKED_IDS", "another feature")  # as the engine's hello has it
+    gateway, packed = await mesh.gateway(), submit(1, [])
+    packed.prompt.packed_token_ids = pack([9, 8, 7])
+    await gateway.send(submit=[packed])
+    stream = await mesh.engines[0].next_stream()
+    (add,) = await stream.next_adds(1)
+    assert mesh.coordinator.requests[-1].prompt_tokens == 3
+    assert list(add.prompt.token_ids) == ([9, 8, 7] if is_old else [])
+    assert add.prompt.packed_token_ids == (b"" if is_old else pack([9, 8, 7]))
+    stream.send(finished=[Finished(slot=add.slot, reason=LENGTH)])
+    assert (await gateway.until_finished(1))[2].prompt_tokens == 3
+
+
+async def test_torn_packed_ids_cost_one_request(mesh: Mesh) -> None:
+    gateway, torn = await mesh.gateway(), submit(1, [])
+    torn.prompt.packed_token_ids = b"12345"
+    await gateway.send(submit=[torn])
+    error = (await gateway.until_finished(1))[2].error
+    assert (error.reason, error.field) == (errors.InvalidArgument.reason, "packed_token_ids")
+    _, (slot,) = await mesh.started(gateway, submit(2))
+    assert slot
 
 
 async def test_the_engine_gets_the_request_with_its_pick_and_what_is_left_of_its_time(mesh: Mesh) -> None:

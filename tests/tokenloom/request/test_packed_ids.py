@@ -4,8 +4,11 @@ from array import array
 
 import pytest
 
-from tokenloom.request.packed_ids import are_ids, ids_of, num_ids, pack
+from tokenloom.request import packed_ids
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.packed_ids import are_ids, ids_of, num_ids, pack, packed_values, unpack
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
+from tokenloom.v1.types_pb2 import Prompt
 
 IDS = [0, 1, 255, 256, 2**32 - 1]
 
@@ -20,9 +23,11 @@ def test_packed_ids_are_read_again() -> None:
 
 def test_a_machine_of_the_other_byte_order_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.byteorder", "big")
+    monkeypatch.setattr(packed_ids, "LONG_PROMPT", 1)
     swapped = array("I", IDS)
     swapped.byteswap()
     assert list(ids_of(TokenizedPrompt(packed_token_ids=pack(IDS)))) == list(swapped)
+    assert packed_values(IDS) == swapped.tobytes()
 
 
 def test_only_whole_ids_of_the_vocabulary_are_ids() -> None:
@@ -30,3 +35,26 @@ def test_only_whole_ids_of_the_vocabulary_are_ids() -> None:
     assert not are_ids(pack([1, 10]), 10)
     assert not are_ids(pack([1])[:3], 10)
     assert not are_ids(b"", 10)
+
+
+def test_only_long_lists_of_integers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packed_values(IDS) is None
+    monkeypatch.setattr(packed_ids, "LONG_PROMPT", 4)
+    assert packed_values(IDS) == pack(IDS)
+    assert packed_values(IDS[1:]) is None
+    for wrong in (True, 1.0, "1", None, -1, 2**32):
+        assert packed_values([*IDS, wrong]) is None
+    monkeypatch.setattr(packed_ids, "MOST_IDS", 4)
+    assert packed_values(IDS) is None
+
+
+def test_older_receivers_get_a_list() -> None:
+    for prompt in (Prompt(packed_token_ids=pack(IDS)), Prompt(token_ids=IDS)):
+        unpack(prompt)
+        assert (list(prompt.token_ids), prompt.packed_token_ids) == (IDS, b"")
+
+
+@pytest.mark.parametrize("prompt", [Prompt(packed_token_ids=b"12345"), Prompt(token_ids=[1], packed_token_ids=b"1234")])
+def test_bytes_that_are_no_ids_are_refused(prompt: Prompt) -> None:
+    with pytest.raises(InvalidArgument, match="packed_token_ids has"):
+        ids_of(prompt)

@@ -12,6 +12,7 @@ from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SessionTurn
 from tokenloom.engine_core.wire.frames import Decoder, encode
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
+from tokenloom.request.packed_ids import pack
 from tokenloom.services.engine.records.core_request import MAX_KEEP_SECONDS, to_core_request
 from tokenloom.v1 import engine_pb2, types_pb2
 
@@ -217,4 +218,31 @@ def test_other_models_refuse_rules_of_transcripts() -> None:
     add = make_add(1, [1, 2])
     add.sampling_params.transcript.suppressed_token_ids.append(1)
     with pytest.raises(InvalidArgument, match="only for models that write down sound"):
+        to_core_request(add, "key", LIMITS, Random(0))
+
+
+def test_packed_ids_are_those_of_a_list() -> None:
+    listed = to_core_request(make_add(1, [1, 2, 99]), "key", LIMITS, Random(0))
+    add = make_add(1, [])
+    add.prompt.packed_token_ids = pack([1, 2, 99])
+    sent = to_core_request(add, "key", LIMITS, Random(0))
+    packed = Decoder(EngineCoreRequest).decode(encode(sent))
+    assert (packed.prompt_token_ids, packed.num_prompt_tokens, packed.listed_prompt()) == ([], 3, [1, 2, 99])
+    assert (listed.num_prompt_tokens, listed.listed_prompt()) == (3, [1, 2, 99])
+    assert packed.sampling_params == listed.sampling_params
+
+
+@pytest.mark.parametrize(
+    ("packed", "listed", "message"),
+    [
+        (pack([1, 100]), [], "prompt holds token id 100; ids go from 0 to 99"),
+        (pack([1] * 100), [], "prompt has 100"),
+        (b"12345", [], "packed_token_ids has 5 bytes beside 0 token_ids"),
+        (pack([1]), [1], "packed_token_ids has 4 bytes beside 1 token_ids"),
+    ],
+)
+def test_wrong_packed_ids_are_refused(packed: bytes, listed: list[int], message: str) -> None:
+    add = make_add(1, listed)
+    add.prompt.packed_token_ids = packed
+    with pytest.raises(InvalidArgument, match=message):
         to_core_request(add, "key", LIMITS, Random(0))

@@ -58,13 +58,15 @@ class Conversation:
         """A turn's prompt. ``text``: what the template writes."""
         rendered = text or "".join(write(each, keeps_reasoning=keeps_reasoning) for each in messages) + "<assistant>"
         ids = list(tokens or rendered.encode())
+        is_packed = len(messages) > 3
         prompt = tokenizer_pb2.TokenizedPrompt(
-            token_ids=ids, block_hash_prefixes=prefix_hashes(ids, BLOCK, salt + adapter)
+            token_ids=[] if is_packed else ids,
+            packed_token_ids=pack(ids) if is_packed else b"",
+            block_hash_prefixes=prefix_hashes(ids, BLOCK, salt + adapter),
         )
-        packed = pack(ids) if len(messages) > 3 else b""
         keys, read = (salt + adapter, adapter), read_chat(messages, **chat)
-        turn = await self.comparer.open(read, prompt, packed, tenant, keys, BLOCK, (0,), self.decode, named)
-        assert array("I", prompt.token_ids).tobytes() == turn.tokens
+        turn = await self.comparer.open(read, prompt, tenant, keys, BLOCK, (0,), self.decode, named)
+        assert (prompt.packed_token_ids if is_packed else array("I", prompt.token_ids).tobytes()) == turn.tokens
         return turn
 
     async def decode(self, token_ids: Sequence[int]) -> str:

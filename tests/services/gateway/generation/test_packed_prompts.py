@@ -18,13 +18,17 @@ def few_tokens_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_ids, "LONG_PROMPT", 4)
 
 
-async def submitted(mesh: FakeMesh, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[bytes, int]:
+async def submitted(
+    mesh: FakeMesh, http: httpx.AsyncClient, path: str, body: dict[str, Any], *, is_packed: bool = True
+) -> tuple[bytes, int]:
     """Return the prompt that an output processor gets, and the number of its hashes."""
     call = asyncio.create_task(http.post(path, json=body))
     request = await mesh.outputs.next_request()
     request.answer("x")
     assert (await call).status_code == 200
-    return bytes(request.submit.prompt.token_ids), len(request.submit.block_hash_prefixes)
+    prompt = request.submit.prompt
+    assert bool(prompt.token_ids) is not bool(prompt.packed_token_ids) is is_packed
+    return bytes(list(packed_ids.ids_of(prompt))), len(request.submit.block_hash_prefixes)
 
 
 async def test_a_text_and_a_conversation(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
@@ -54,3 +58,14 @@ async def test_tokenize_and_count(http: httpx.AsyncClient) -> None:
     body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
     counted = (await http.post("/v1/messages/count_tokens", json=body)).json()
     assert counted["input_tokens"] > len(TEXT)
+
+
+async def test_ids_of_the_client(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    ids = [*TEXT.encode()]
+    assert await submitted(mesh, http, "/v1/completions", {"prompt": ids}) == (TEXT.encode(), 1)
+    assert await submitted(mesh, http, "/v1/completions", {"prompt": ids, "truncate_prompt_tokens": 5}) == (
+        TEXT.encode()[-5:],
+        0,
+    )
+    floats = {"prompt": [*map(float, ids)]}
+    assert await submitted(mesh, http, "/v1/completions", floats, is_packed=False) == (TEXT.encode(), 1)

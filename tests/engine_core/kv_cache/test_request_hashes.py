@@ -92,3 +92,23 @@ def with_rows(prompt: list[int], value: float) -> RequestKV:
     wanted = request(prompt)
     wanted.prompt_embeds = [EmbedsSpan(0, np.full((4, 2), value, dtype=np.float32))]
     return wanted
+
+
+def test_a_long_prompt_is_hashed_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+
+    def count(token_ids: list[int], *rest: object) -> list[bytes]:
+        rows.append(len(token_ids) // SIZE)
+        return block_hashes(token_ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tokenloom.engine_core.kv_cache.block_pool.block_hashes", count)
+    monkeypatch.setattr("tokenloom.engine_core.kv_cache.block_pool._HASHED_AT_ONCE", 40)
+    ids = list(range(150 * SIZE + 3))
+    wanted = request(ids, b"salt")
+    assert hash_all(RequestHasher(SIZE, b"seed"), wanted) == block_hashes(ids, SIZE, b"seed", b"salt")
+    assert rows == [16, 32, 40, 40, 6]
+    for token_id in range(3 * SIZE):  # tokens that are decoded fill one block after the other
+        wanted.all_token_ids.append(token_id)
+        hash_all(RequestHasher(SIZE, b"seed"), wanted)
+    assert len(rows) == 5
+    assert wanted.block_hashes == block_hashes(wanted.all_token_ids, SIZE, b"seed", b"salt")

@@ -161,7 +161,7 @@ class TextEncoder:
             raise errors.InvalidArgument("second_texts must be empty or as many as texts.", "second_texts")
         for text in (*texts, *second_texts):
             if 4 * len(text) > self._max_text_bytes:  # a character has at most four bytes: most need not be measured
-                self._check_size(text)
+                self.check_size(text)
         name = request.prompt_name if request.HasField("prompt_name") else None
         rule = TextRule() if name is None else self._vector_texts.rule(name)
         # Where the files of sentence-transformers limit the tokens further, theirs holds.
@@ -184,10 +184,10 @@ class TextEncoder:
         want_strings = request.want_token_strings
         if not rendered.masks:
             if 4 * len(rendered.text) > self._max_text_bytes:
-                self._check_size(rendered.text)
+                self.check_size(rendered.text)
             encode = partial(encode_text, self._tokenizer, rendered.text, None, _OF_CHATS, want_strings=want_strings)
             return self._prompt(encode, request, media)
-        self._check_size(unmasked(rendered.text, rendered.masks))
+        self.check_size(unmasked(rendered.text, rendered.masks))
         prompt = self._prompt(partial(self._encode_masked, rendered, want_strings), request, media)
         prompt.plain_text_tokens.extend(sorted(rendered.masks.values()))
         return prompt
@@ -201,6 +201,24 @@ class TextEncoder:
             return self._prompt(lambda: EncodedText(ids, (), 0, 0), request, items)
         except errors.InvalidArgument as error:
             raise error.renamed({"messages": "token_ids"}) from None
+
+    def encode_chunks(self, chunks: Sequence[str]) -> list[bytes]:
+        """Return the packed ids of each part of a text. Raises as :meth:`encode`."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
+        except BaseException as error:
+            raise _contained(error) from error
+        return [packed_ids.pack(encoding.ids) for encoding in encodings]
+
+    def packed_prompt(self, ids: bytes, request: EncodeRequest | EncodeChatRequest) -> TokenizedPrompt:
+        """Return the prompt of packed ids. ``request``: of which only the wishes are read."""
+        prompt = TokenizedPrompt(packed_token_ids=ids)
+        if request.want_hashes:
+            hashes = prefix_hashes(packed_ids.ids_of(prompt), self._block_size, request.cache_salt)
+            prompt.block_hash_prefixes.extend(hashes)
+        if not _is_packed(packed_ids.num_ids(prompt), request):
+            packed_ids.unpack(prompt)
+        return prompt
 
     def decode(self, request: DecodeRequest) -> DecodeResponse:
         """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
@@ -233,7 +251,7 @@ class TextEncoder:
         if media:
             assert self._reader is not None, "the caller has expanded the text with it"
             self._reader.place(media, ids)
-        is_packed = request.takes_packed_ids and packed_ids.LONG_PROMPT < len(ids) <= packed_ids.MOST_IDS
+        is_packed = len(ids) > packed_ids.LONG_PROMPT and _is_packed(len(ids), request)
         prompt = TokenizedPrompt(
             token_ids=() if is_packed else ids,
             packed_token_ids=packed_ids.pack(ids) if is_packed else b"",
@@ -249,9 +267,14 @@ class TextEncoder:
             prompt.block_hash_prefixes.extend(hashes)
         return prompt
 
-    def _check_size(self, text: str) -> None:
+    def check_size(self, text: str) -> None:
+        """Raise ``InvalidArgument`` for a text over the size limit."""
         if len(text.encode()) > self._max_text_bytes:
             raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
+
+
+def _is_packed(num_ids: int, request: EncodeRequest | EncodeChatRequest) -> bool:
+    return request.takes_packed_ids and packed_ids.LONG_PROMPT < num_ids <= packed_ids.MOST_IDS
 
 
 def _place(run: MediaRun) -> tuple[int, int, int]:

@@ -17,9 +17,9 @@ from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint
 
 from . import output_format
-from .encode_processes import EncodeProcesses
 from .encode_worker import EncodeSetup
 from .encoder import TextEncoder
+from .long_texts import EncodeProcesses, LongTexts
 from .renderer import Renderer
 from .tokenizer_servicer import TokenizerMetrics, TokenizerServicer
 from .tokenizer_settings import TokenizerSettings
@@ -67,8 +67,10 @@ class TokenizerService:
             await self._renderer.start()
             answer.tool_format_json = output_format.described(self._renderer.tool_format, tokenizer)
         metrics = TokenizerMetrics(host.metrics)
+        room = settings.chunk_cache_bytes
+        long_texts = LongTexts(tokenizer, encoder, self._processes, metrics.cached_tokens, room)
         self._servicer = TokenizerServicer(
-            encoder, self._renderer, self._processes, answer, metrics, settings.threads, reader, transcripts
+            encoder, self._renderer, long_texts, answer, metrics, settings.threads, reader, transcripts
         )
         host.add_servicer(add_TokenizerServicer_to_server, self._servicer)
 

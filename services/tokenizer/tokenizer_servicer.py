@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -30,13 +31,14 @@ from tokenloom.v1.tokenizer_pb2 import (
     EncodeTranscriptResponse,
     GetTokenizerInfoRequest,
     GetTokenizerInfoResponse,
+    TokenizedPrompt,
 )
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
 from tokenloom.v1.types_pb2 import MediaItem
 
-from .encode_processes import EncodeProcesses
 from .encode_worker import EncodeJob
 from .encoder import TextEncoder
+from .long_texts import CHUNKED_CHARS, SHORT_BYTES, LongTexts
 from .render_worker import RenderJob
 from .renderer import Renderer
 from .spelled_tokens import Rendered
@@ -47,9 +49,6 @@ if TYPE_CHECKING:
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-# A thread holds the interpreter's lock while ids become objects of Python: 3 ms for 64 KiB of one letter.
-SHORT_BYTES = 64 << 10
-"""Calls of at most so many bytes run in threads."""
 MAX_WAITING = 1024
 """Short calls that wait; more are refused with an error that invites a retry."""
 MAX_LONG_WAITING = 256
@@ -64,6 +63,9 @@ class TokenizerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "tokenloom_tokenizer_"
         self.tokens = Counter(registry, name + "tokens", "Tokens that encoding made or that were decoded.", {})
+        self.cached_tokens = Counter(
+            registry, name + "cached_tokens", "Tokens of long texts whose ids were kept from an earlier text.", {}
+        )
         self.encode, self.encode_chat, self.decode = (
             Histogram(
                 registry, f"{name}{method}_seconds", f"Seconds that a call of {method} took.", {}, LATENCY_SECONDS
@@ -82,7 +84,7 @@ class TokenizerServicer(TokenizerServicerBase):
         self,
         encoder: TextEncoder,
         renderer: Renderer | None,
-        processes: EncodeProcesses,
+        long_texts: LongTexts,
         info: GetTokenizerInfoResponse,
         metrics: TokenizerMetrics,
         num_threads: int,
@@ -94,7 +96,8 @@ class TokenizerServicer(TokenizerServicerBase):
         transcribe."""
         self._encoder = encoder
         self._renderer = renderer
-        self._processes = processes
+        self._long_texts = long_texts
+        self._processes = long_texts.processes
         self._info = info
         self._metrics = metrics
         self._reader = reader
@@ -112,7 +115,12 @@ class TokenizerServicer(TokenizerServicerBase):
         stage = self._short if size <= SHORT_BYTES else self._long
         await stage.begin(request.tenant, size)
         try:
-            if stage is self._short:
+            prompt = None
+            if size > CHUNKED_CHARS and _is_one_text(request):
+                prompt = await self._by_chunks(request.texts[0], request, special=request.add_special_tokens)
+            if prompt is not None:
+                response = EncodeResponse(prompts=[prompt])
+            elif stage is self._short:
                 run = asyncio.get_running_loop().run_in_executor
                 response = await run(self._threads, self._encoder.encode, request)
             else:
@@ -138,7 +146,12 @@ class TokenizerServicer(TokenizerServicerBase):
                     raise errors.InvalidArgument("messages: this model reads text only", "messages")
                 text, media = self._reader.expand(rendered.text, request.media, request.cache_salt)
                 rendered = replace(rendered, text=text)
-            if len(rendered.text) <= SHORT_BYTES:
+            prompt = None
+            if len(rendered.text) > CHUNKED_CHARS and not rendered.masks and not media:
+                prompt = await self._by_chunks(rendered.text, request)
+            if prompt is not None:
+                response = EncodeChatResponse(prompt=prompt)
+            elif len(rendered.text) <= SHORT_BYTES:
                 run = asyncio.get_running_loop().run_in_executor
                 prompt = await run(self._threads, self._encoder.encode_chat, rendered, request, media)
                 response = EncodeChatResponse(prompt=prompt)
@@ -198,12 +211,25 @@ class TokenizerServicer(TokenizerServicerBase):
         self._metrics.tokens.inc(len(request.token_ids))
         return response
 
+    async def _by_chunks(
+        self, text: str, request: EncodeRequest | EncodeChatRequest, *, special: bool = False
+    ) -> TokenizedPrompt | None:
+        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        return await self._long_texts.encode(text, request, run, special=special)
+
     def close(self) -> None:
         """Let running calls end, and drop the waiting ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long_texts.close()
 
     async def GetTokenizerInfo(self, request: GetTokenizerInfoRequest, context: _Context) -> GetTokenizerInfoResponse:
         return self._info
+
+
+def _is_one_text(request: EncodeRequest) -> bool:
+    """Return whether a call asks for all of the ids of one text."""
+    is_other = request.second_texts or request.max_tokens or request.HasField("prompt_name")
+    return len(request.texts) == 1 and not is_other
 
 
 def _encode_job(request: EncodeChatRequest, rendered: Rendered, media: Sequence[MediaItem]) -> EncodeJob:

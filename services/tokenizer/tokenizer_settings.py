@@ -36,6 +36,11 @@ class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
     max_text_bytes: Annotated[Annotated[int, Meta(ge=1, le=1 << 26)], "Longest text to encode, in bytes of UTF-8."] = (
         8 << 20
     )
+    chunk_cache_bytes: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Room in memory for the ids of chunks of long texts, so that a conversation's next turn is encoded only where "
+        "it is new; 0: none are kept.",
+    ] = 64 << 20
     render_workers: Annotated[_Workers, "Processes that render chat templates."] = 2
     render_timeout: Annotated[
         Annotated[float, Meta(gt=0, le=60)], "Seconds of processor time that rendering a conversation may take."

@@ -1,6 +1,8 @@
 """Tests the tokenizer service over gRPC: ids equal the tokenizer's, hashes equal the block hashes."""
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,9 +22,10 @@ from tokenloom.request import packed_ids
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prefix_schedule import block_hashes, scheduled
 from tokenloom.services.runtime.host.service import running
+from tokenloom.services.tokenizer import long_texts
 from tokenloom.services.tokenizer import service as service_module
+from tokenloom.services.tokenizer.long_texts import SHORT_BYTES
 from tokenloom.services.tokenizer.service import TokenizerService
-from tokenloom.services.tokenizer.tokenizer_servicer import SHORT_BYTES
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1.tokenizer_pb2 import (
     DecodeRequest,
@@ -220,6 +223,32 @@ async def test_long_calls_are_answered_as_short_ones(socket_dir: Path, tokenizer
     middle = ids[1000:2000]
     starts = [start for start, each in enumerate(chat.token_ids) if each == middle[0]]
     assert any(list(chat.token_ids[start : start + 1000]) == middle for start in starts)
+
+
+async def test_the_next_turn_of_a_long_conversation_finds_its_chunks(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_texts, "NUM_TEXTS", 200)
+    settings = TokenizerSettings.of(listen=f"unix:{socket_dir}/t", metrics_listen="", render_workers=1, drain_timeout=0)
+    turns = [{"role": "user", "content": LONG[:30_000]}, {"role": "assistant", "content": "It is so."}]
+    chat = EncodeChatRequest(messages_json=json.dumps(turns[:1]).encode(), want_hashes=True, takes_packed_ids=True)
+    text = EncodeRequest(texts=[LONG[:30_000]], add_special_tokens=True)
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
+        stub = TokenizerStub(channel)
+        whole = await stub.EncodeChat(chat), await stub.Encode(text)
+        for thread in threading.enumerate():
+            if thread.name == "find-cuts":
+                await asyncio.to_thread(thread.join)
+        for num_others in (0, 1):
+            assert (await stub.EncodeChat(chat), await stub.Encode(text)) == whole
+            cached = host.metrics.get_sample_value("tokenloom_tokenizer_cached_tokens_total")
+            assert cached is not None
+            assert (cached > 0) is (num_others > 0)
+        chat.messages_json = json.dumps(turns).encode()
+        longer = (await stub.EncodeChat(chat)).prompt
+        now = host.metrics.get_sample_value("tokenloom_tokenizer_cached_tokens_total")
+        assert now is not None
+        assert now - cached > 0.9 * packed_ids.num_ids(longer)
 
 
 async def test_a_process_that_ends_is_replaced(socket_dir: Path) -> None:

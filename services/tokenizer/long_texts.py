@@ -1,0 +1,383 @@
+"""Encodes long texts: in processes that are started when the first such text comes, and by chunks whose ids are kept.
+
+The prompt of a conversation's next turn begins with that of the turn before. Its text is cut where no rule of the
+tokenizer looks across, so that the ids of the whole are those of the chunks one after the other, and only chunks that
+are new are encoded. Which places are safe depends on the tokenizer: each kind is tried on 10,000 texts, once, when the
+first text comes that would be cut.
+"""
+
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import msgspec
+from tokenizers import Tokenizer
+
+from tokenloom.request import errors, packed_ids
+from tokenloom.services.runtime.helper_process import HelperPool, HelperProcess, start_helper
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter
+from tokenloom.v1.tokenizer_pb2 import EncodeChatRequest, EncodeRequest, EncodeResponse, TokenizedPrompt
+
+from .encode_worker import EncodeJob, EncodeReply, EncodeSetup
+from .encoder import TextEncoder
+
+log = logging.getLogger(__name__)
+
+SHORT_BYTES = 64 << 10
+"""Texts of at most so many bytes are encoded in threads. A thread holds the interpreter's lock while ids become objects
+of Python: 3 ms for 64 KiB of one letter."""
+CHUNKED_CHARS = 8 << 10
+"""Texts of fewer characters are encoded whole, in less than 3 ms."""
+CHUNK_CHARS = 2048
+"""A chunk ends at the first safe place behind so many characters."""
+NUM_TEXTS = 10_000
+"""Texts on which each kind of cut is tried."""
+_SECONDS = 120.0
+_START_SECONDS = 60.0
+_NICENESS = 10
+_TEXTS_AT_ONCE = 200
+_ENTRY_BYTES = 400
+"""What a kept chunk takes beside its text and its ids."""
+_MOST_OF_ONE = 16
+"""A chunk takes at most one of so many parts of the room."""
+
+
+class EncodeProcesses:
+    """Shares a few processes. The callers take turns before they call."""
+
+    def __init__(self, setup: EncodeSetup, num_processes: int) -> None:
+        async def start() -> HelperProcess:
+            packed = msgspec.msgpack.encode(setup)
+            return await start_helper(f"{__package__}.encode_worker", packed, _response, _START_SECONDS)
+
+        self._pool = HelperPool(start, num_processes, "encode the text", _SECONDS)
+
+    async def run(self, job: EncodeJob) -> bytes:
+        """Return the response of a call.
+
+        Raises ``InvalidArgument`` for a text that the tokenizer refuses, and as :meth:`.HelperPool.run`.
+        """
+        return _response(await self._pool.run(msgspec.msgpack.encode(job)))
+
+    async def close(self) -> None:
+        """End the processes. Call this when nothing is encoded any more."""
+        await self._pool.close()
+
+
+def _response(data: bytes) -> bytes:
+    reply = msgspec.msgpack.decode(data, type=EncodeReply)
+    if reply.refused:
+        raise errors.InvalidArgument(reply.refused, reply.field or None)
+    return reply.response
+
+
+class CutKind(NamedTuple):
+    """Describes places where a text may be cut."""
+
+    name: str
+    pattern: str
+    """Ends at such a place."""
+    crossing: str
+    """Is found in the tokens of a vocabulary, as it spells them, that reach across such a place."""
+    befores: Sequence[str]
+    """What may stand before such a place."""
+    afters: Sequence[str]
+    """What may stand behind it."""
+
+
+# Patterns of pre-tokenizers end a match behind a line's end, or begin one with the blank before a word; GPT-2's do only
+# the latter.
+CUT_KINDS: Final = (
+    CutKind(
+        "line",
+        r"\n(?=[^\W_])",
+        r"[\nĊ][A-Za-z0-9]",
+        ("\n", "\n\n", " \n", "\n \n", "\t\n", "\r\n", ")\n", ");\n\n", ".\n", "\u3000\n", "1\n", "<\n", "-- \n"),
+        ("a", "The", "I'm", "2", "2024", "10th", "é", "Ω", "你好", "こ", "한", "ш", "ب", "हि", "ก", "x_y"),
+    ),
+    CutKind(
+        "word",
+        r"[A-Za-z](?= [A-Za-z])",
+        r"[A-Za-z][ Ġ▁][A-Za-z]",
+        ("a", "the", "THE", "it's", "we'll", "x", "\nZ", "2nd", "éa", "你a", "_b", "don't", "e\u0301q", "\tq", "<a"),
+        (" a", " The", " I'm", " s", " re the", " ll", " x2", " q\u0301", " NOT", " b_c", " eé"),
+    ),
+)
+_AWKWARD: Final = (
+    *" \n\t\r\u00a0\u200b\u3000'\",./_<|{=aB1éßİΩς你½²ﬁ😀\u0301\u200d\u2019\ufffd\x00",
+    *("  ", "\n\n", "\r\n", "'s", "...", "12", "123456"),
+    *("e\u0301", "日本語", "한국", "हिन्दी", "ไทย", "👩\u200d👩", "🇩🇪"),
+)
+_SPELLED = str.maketrans("ĠĊĉč▁", " \n\t\r ")
+"""How vocabularies spell blanks."""
+
+
+class SafeCuts:
+    """Cuts texts of one tokenizer. A text that goes on is cut at the same places."""
+
+    def __init__(self, kinds: Sequence[CutKind], prefix: bytes, suffix: bytes) -> None:
+        """``kinds``: those that are safe, at least one. ``prefix``, ``suffix``: the special tokens that the tokenizer
+        adds around a text, packed."""
+        self.kinds = kinds
+        self.prefix, self.suffix = prefix, suffix
+        self._find = re.compile("|".join(kind.pattern for kind in kinds)).search
+
+    def chunks(self, text: str) -> list[str]:
+        """Return the chunks of a text; only the last one is shorter than :data:`CHUNK_CHARS`."""
+        found, start = [], 0
+        while (match := self._find(text, start + CHUNK_CHARS - 1)) is not None:
+            found.append(text[start : match.end()])
+            start = match.end()
+        found.append(text[start:])
+        return found
+
+
+class CutTrials:
+    """Tries on texts where those of one tokenizer may be cut."""
+
+    def __init__(self, tokenizer: Tokenizer, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """``is_wanted``: asked now and then; when it returns False no kind of cut is safe."""
+        self._tokenizer = tokenizer
+        self._is_wanted = is_wanted
+        around = tokenizer.encode("a")
+        is_text = [not is_special for is_special in around.special_tokens_mask]
+        num_before, num_after = (mask.index(True) if any(mask) else 0 for mask in (is_text, is_text[::-1]))
+        self._prefix, self._suffix = around.ids[:num_before], around.ids[len(around.ids) - num_after :]
+        self._vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=False))
+        self._added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        spelled = [token.translate(_SPELLED) for token in self._vocabulary]
+        some = Random(0).sample(spelled, min(len(spelled), 4000))
+        blanks = [token for token in spelled if token.isspace()]
+        self._pieces = [each for each in (_AWKWARD, self._added, blanks, some, some) if each]
+        """Of what texts are made."""
+
+    def find(self, num_texts: int) -> SafeCuts | None:
+        """Return how texts may be cut; None: no kind of cut is safe. ``num_texts``: on how many each kind is tried;
+        10,000 take about half a second."""
+        if self._tokenizer.truncation is not None or self._tokenizer.padding is not None:
+            return None
+        kinds = [kind for kind in CUT_KINDS if self._is_safe(kind, num_texts)]
+        return SafeCuts(kinds, packed_ids.pack(self._prefix), packed_ids.pack(self._suffix)) if kinds else None
+
+    def _is_safe(self, kind: CutKind, num_texts: int) -> bool:
+        """Return whether the ids of a text are those of both sides of such a cut, for every text that is tried."""
+        is_crossing, is_cut = re.compile(kind.crossing).search, re.compile(kind.pattern).search
+        if any(map(is_crossing, self._vocabulary)) or any(map(is_cut, self._added)):
+            return False
+        texts, encode = _texts(kind, self._pieces), self._tokenizer.encode_batch_fast
+        for number in range(-(-num_texts // _TEXTS_AT_ONCE)):
+            if not self._is_wanted():
+                return False
+            pairs = list(islice(texts, _TEXTS_AT_ONCE))
+            adds = number % 2 == 1  # special tokens around every second batch
+            prefix, suffix = (self._prefix, self._suffix) if adds else ([], [])
+            wholes = encode([one + other for one, other in pairs], add_special_tokens=adds)
+            sides = [encode(list(side), add_special_tokens=False) for side in zip(*pairs, strict=True)]
+            for whole, one, other in zip(wholes, *sides, strict=True):
+                if whole.ids != [*prefix, *one.ids, *other.ids, *suffix]:
+                    return False
+        return True
+
+
+def _texts(kind: CutKind, pieces: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield texts, each as both sides of a cut."""
+    random, find = Random(kind.name), re.compile(kind.pattern).finditer
+
+    def is_between(one: str, other: str) -> bool:
+        return any(match.end() == len(one) for match in find(one + other))
+
+    ends = [each for of_kind in pieces for each in of_kind if is_between(each, kind.afters[0])] or kind.befores
+    starts = [each for of_kind in pieces for each in of_kind if is_between(kind.befores[0], each)] or kind.afters
+    while True:
+        before = [random.choice(random.choice(pieces)) for _ in range(random.randrange(5))]
+        after = [random.choice(random.choice(pieces)) for _ in range(random.randrange(5))]
+        before.append(random.choice(random.choice((kind.befores, ends))))
+        one, other = "".join(before), "".join([random.choice(random.choice((kind.afters, starts))), *after])
+        if is_between(one, other):
+            yield one, other
+
+
+Scope: TypeAlias = tuple[str, bytes]
+"""Whose texts they are: the tenant, and the salt of the request's KV blocks."""
+
+
+class ChunkCache:
+    """Keeps the ids of chunks, by scope: by the time that an answer takes, nobody learns of others' texts.
+
+    Several threads may use it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes``: room for chunks with their ids; those used longest ago give way."""
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._scopes: OrderedDict[Scope, OrderedDict[str, bytes]] = OrderedDict()
+        self._sizes: dict[Scope, int] = {}
+        self._lock = threading.Lock()
+
+    def find(self, scope: Scope, chunks: Sequence[str]) -> list[bytes | None]:
+        """Return the packed ids of each chunk; None: they are not kept."""
+        with self._lock:
+            if (kept := self._scopes.get(scope)) is None:
+                return [None] * len(chunks)
+            self._scopes.move_to_end(scope)
+            found = [kept.get(chunk) for chunk in chunks]
+            for chunk, ids in zip(chunks, found, strict=True):
+                if ids is not None:
+                    kept.move_to_end(chunk)
+            return found
+
+    def put(self, scope: Scope, chunk: str, ids: bytes) -> None:
+        """Keep the packed ids of a chunk, if it is not too large."""
+        size = _size(chunk, ids)
+        with self._lock:
+            if size > self._max_bytes // _MOST_OF_ONE or chunk in self._scopes.get(scope, ()):
+                return
+            self._scopes.setdefault(scope, OrderedDict())[chunk] = ids
+            self._scopes.move_to_end(scope)
+            self._sizes[scope] = self._sizes.get(scope, 0) + size
+            self.num_bytes += size
+            while self.num_bytes > self._max_bytes:
+                # One that has more than half of the room makes room itself: it cannot drive out all others.
+                is_large = self._sizes[scope] > self._max_bytes // 2
+                self._drop_oldest(scope if is_large else next(iter(self._scopes)))
+
+    def _drop_oldest(self, scope: Scope) -> None:
+        kept = self._scopes[scope]
+        size = _size(*kept.popitem(last=False))
+        self.num_bytes -= size
+        self._sizes[scope] -= size
+        if not kept:
+            del self._scopes[scope], self._sizes[scope]
+
+
+def _size(chunk: str, ids: bytes) -> int:
+    return chunk.__sizeof__() + len(ids) + _ENTRY_BYTES
+
+
+T = TypeVar("T")
+
+
+class RunInThread(Protocol):
+    """Runs a function in a thread for texts."""
+
+    def __call__(self, function: Callable[..., T], *args: object) -> Awaitable[T]: ...
+
+
+@dataclass(slots=True)
+class _ChunkedText:
+    scope: Scope
+    chunks: list[str]
+    ids: list[bytes | None]
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the chunks whose ids were kept."""
+        return sum(len(ids) for ids in self.ids if ids is not None) // packed_ids.ID_BYTES
+
+    @property
+    def missing(self) -> list[str]:
+        return [chunk for chunk, ids in zip(self.chunks, self.ids, strict=True) if ids is None]
+
+
+class LongTexts:
+    """Encodes long texts by chunks, once it is known where the tokenizer's texts may be cut.
+
+    Attributes:
+        processes: They encode what is long and new.
+        cuts: Where texts are cut; None: nowhere, or it is not known yet.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        encoder: TextEncoder,
+        processes: EncodeProcesses,
+        cached_tokens: Counter,
+        max_bytes: int,
+    ) -> None:
+        """``cached_tokens``: counts tokens whose ids were kept. ``max_bytes``: room for chunks that are kept; 0: texts
+        are not cut."""
+        self.processes = processes
+        self.cuts: SafeCuts | None = None
+        self._cached_tokens = cached_tokens
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._cache = ChunkCache(max_bytes)
+        self._is_asked = not max_bytes
+        self._is_closed = False
+
+    async def encode(
+        self, text: str, request: EncodeRequest | EncodeChatRequest, run: RunInThread, *, special: bool = False
+    ) -> TokenizedPrompt | None:
+        """Return the prompt of a text; None: it must be encoded whole. ``special``: add special tokens around it.
+
+        Raises as :meth:`TextEncoder.encode` and :meth:`EncodeProcesses.run`.
+        """
+        if (cuts := self.cuts) is None or request.want_token_strings:
+            if not self._is_asked:
+                self._is_asked = True
+                threading.Thread(target=self._find_behind_others, name="find-cuts").start()
+            return None
+        found = await run(self._look_up, cuts, text, (request.tenant, request.cache_salt))
+        self._cached_tokens.inc(found.num_cached)
+        encoded: list[bytes] = []
+        if missing := found.missing:
+            if sum(map(len, missing)) <= SHORT_BYTES:
+                encoded = await run(self._encoder.encode_chunks, missing)
+            else:
+                job = EncodeJob(EncodeRequest(texts=missing).SerializeToString())
+                encoded = await run(_packed, await self.processes.run(job))
+        around = (cuts.prefix, cuts.suffix) if special else (b"", b"")
+        return await run(self._join, found, encoded, around, request)
+
+    def find_cuts(self) -> None:
+        """Find where texts may be cut. No text differs afterwards if this fails."""
+        try:
+            self.cuts = CutTrials(self._tokenizer, lambda: not self._is_closed).find(NUM_TEXTS)
+        except BaseException:  # the library panics on some texts with an error that no other handler would catch
+            log.exception("the ids of chunks of long texts are not kept: the tokenizer fails on texts that were tried")
+            return
+        names = ", ".join(kind.name for kind in self.cuts.kinds) if self.cuts is not None else "none"
+        log.info("long texts are cut at places of these kinds, where no text of %d differed: %s", NUM_TEXTS, names)
+
+    def close(self) -> None:
+        """Stop looking for cuts."""
+        self._is_closed = True
+
+    def _find_behind_others(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self.find_cuts()
+
+    def _look_up(self, cuts: SafeCuts, text: str, scope: Scope) -> _ChunkedText:
+        self._encoder.check_size(text)
+        chunks = cuts.chunks(text)
+        return _ChunkedText(scope, chunks, self._cache.find(scope, chunks))
+
+    def _join(
+        self,
+        text: _ChunkedText,
+        encoded: Sequence[bytes],
+        around: tuple[bytes, bytes],
+        request: EncodeRequest | EncodeChatRequest,
+    ) -> TokenizedPrompt:
+        """Return the prompt of a text, and keep the ids of the chunks that were missing."""
+        (prefix, suffix), left = around, iter(encoded)
+        parts = [prefix]
+        for chunk, ids in zip(text.chunks, text.ids, strict=True):
+            if ids is None:
+                ids = next(left)
+                self._cache.put(text.scope, chunk, ids)
+            parts.append(ids)
+        return self._encoder.packed_prompt(b"".join([*parts, suffix]), request)
+
+
+def _packed(response: bytes) -> list[bytes]:
+    return [packed_ids.pack(prompt.token_ids) for prompt in EncodeResponse.FromString(response).prompts]

@@ -1,0 +1,262 @@
+"""Texts that are encoded by chunks have the ids that they have as a whole, and chunks of others are never found."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.packed_ids import LONG_PROMPT, ids_of, pack
+from tokenloom.services.tokenizer import long_texts
+from tokenloom.services.tokenizer.encode_worker import EncodeJob, EncodeReply, answer
+from tokenloom.services.tokenizer.encoder import TextEncoder
+from tokenloom.services.tokenizer.long_texts import CHUNK_CHARS, CUT_KINDS, ChunkCache, CutTrials, LongTexts, SafeCuts
+from tokenloom.services.tokenizer.tokenizer_servicer import TokenizerMetrics
+from tokenloom.v1.tokenizer_pb2 import EncodeRequest, TokenizedPrompt
+
+TOKENIZER = load_tokenizer(DEMO_MODEL)
+CORPUS = ["the cat saw \n the dog \n and so on", "it was 10\n or 20 then", "if x:\n    y = 2\n\n\nz \n\n a"] * 20
+LINES = "".join(f"Line {number} tells of the river and the mill.\n" for number in range(1200))
+MINE, OTHERS = ("tenant", b"salt"), ("another", b"salt")
+
+
+def byte_level(*, use_regex: bool = True, prefix_space: bool = False) -> Tokenizer:
+    """GPT-2's pattern, or none, with tokens of several blanks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=use_regex)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def llama() -> Tokenizer:
+    """A blank stands before each text."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "▁▁"]
+    model = models.BPE(dict(zip(words, range(999), strict=False)), [("▁", "t"), ("▁", "▁")], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def with_token(token: AddedToken) -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([token])
+    return tokenizer
+
+
+def framed() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    ids = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
+    return tokenizer
+
+
+def cut_short() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(100)
+    return tokenizer
+
+
+def kinds(tokenizer: Tokenizer, num_texts: int = 2000) -> list[str]:
+    cuts = CutTrials(tokenizer).find(num_texts)
+    return [] if cuts is None else [kind.name for kind in cuts.kinds]
+
+
+def test_no_text_of_ten_thousand_differs_with_the_demo_model() -> None:
+    assert kinds(TOKENIZER, 10_000) == ["line", "word"]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (byte_level, ["word"]),  # a blank and the end of a line are one token only where a text ends
+        (lambda: byte_level(prefix_space=True), ["word"]),
+        (framed, ["word"]),
+        (llama, []),
+        (cut_short, []),
+        (lambda: byte_level(use_regex=False), []),  # it has learnt tokens of several words
+        (lambda: with_token(AddedToken("<i am>")), []),
+        (lambda: with_token(AddedToken("END", rstrip=True)), []),
+        (lambda: with_token(AddedToken("<END>", rstrip=True, lstrip=True)), ["word"]),
+    ],
+)
+def test_each_tokenizer_is_cut_only_where_it_may_be(make: Callable[[], Tokenizer], expected: list[str]) -> None:
+    assert kinds(make()) == expected
+
+
+def test_a_search_that_is_not_wanted_any_more_ends() -> None:
+    assert CutTrials(TOKENIZER, lambda: False).find(10**9) is None
+
+
+PIECES = st.sampled_from(["\n", " ", "a", "The river", "I'm", "10", "é", "日本", "<|im_end|>", " \n", "x_y", ".", "\t"])
+
+
+@given(st.lists(PIECES, max_size=60).map("".join))
+def test_ids_are_those_of_the_whole(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_texts, "CHUNK_CHARS", 4)
+        chunks = SafeCuts(CUT_KINDS, b"", b"").chunks(text)
+    assert "".join(chunks) == text
+    whole, *parts = TOKENIZER.encode_batch_fast([text, *chunks], add_special_tokens=False)
+    assert [token_id for part in parts for token_id in part.ids] == whole.ids
+
+
+def test_a_text_that_goes_on_has_the_same_chunks() -> None:
+    cuts = SafeCuts(CUT_KINDS, b"", b"")
+    before, after = cuts.chunks(LINES), cuts.chunks(LINES + "And then it ended.\n" * 300)
+    assert before[:-1] == after[: len(before) - 1]
+    assert all(CHUNK_CHARS <= len(chunk) < 2 * CHUNK_CHARS for chunk in after[:-1])
+
+
+class TestCache:
+    def test_chunks_are_found_by_those_who_have_sent_them(self) -> None:
+        cache = ChunkCache(100_000)
+        cache.put(MINE, "one", pack([1]))
+        assert cache.find(MINE, ["one", "two"]) == [pack([1]), None]
+        assert cache.find(OTHERS, ["one"]) == cache.find((MINE[0], b""), ["one"]) == [None]
+
+    def test_the_room_is_kept_to_and_what_was_used_stays(self) -> None:
+        cache = ChunkCache(16_000)
+        for number in range(1000):
+            cache.put(MINE, f"chunk {number}", pack([number]))
+            assert cache.find(MINE, ["chunk 0"]) == [pack([0])]
+            assert cache.num_bytes <= 16_000
+        assert cache.find(MINE, ["chunk 1", "chunk 999"]) == [None, pack([999])]
+
+    def test_one_tenant_does_not_drive_out_another(self) -> None:
+        cache = ChunkCache(16_000)
+        cache.put(OTHERS, "kept", pack([1]))
+        for number in range(1000):
+            cache.put(MINE, f"chunk {number}", pack([number]))
+        assert cache.find(OTHERS, ["kept"]) == [pack([1])]
+
+    def test_many_tenants_share_the_room(self) -> None:
+        cache = ChunkCache(16_000)
+        for number in range(1000):
+            cache.put((f"{number}", b""), "chunk", pack([number]))
+        assert cache.num_bytes <= 16_000
+        assert cache.find(("0", b""), ["chunk"]) == [None]
+        assert cache.find(("999", b""), ["chunk"]) == [pack([999])]
+
+    def test_a_large_chunk_is_not_kept(self) -> None:
+        cache = ChunkCache(16_000)
+        cache.put(MINE, "a" * 1000, b"")
+        assert (cache.find(MINE, ["a" * 1000]), cache.num_bytes) == ([None], 0)
+
+
+@dataclass
+class FakeProcesses:
+    """Answers as a process would."""
+
+    encoder: TextEncoder
+    num_texts: list[int] = field(default_factory=list)
+
+    async def run(self, job: EncodeJob) -> bytes:
+        self.num_texts.append(len(EncodeRequest.FromString(job.request).texts))
+        reply = answer(self.encoder, job)
+        assert isinstance(reply, EncodeReply)
+        return reply.response
+
+
+class Texts:
+    """Long texts of one tokenizer, whose cuts are known."""
+
+    def __init__(self, tokenizer: Tokenizer = TOKENIZER, max_bytes: int = 1 << 20) -> None:
+        self.encoder = TextEncoder(tokenizer, block_size=16, max_text_bytes=200_000)
+        self.processes = FakeProcesses(self.encoder)
+        self.metrics = TokenizerMetrics(CollectorRegistry())
+        counter = self.metrics.cached_tokens
+        self.texts = LongTexts(tokenizer, self.encoder, self.processes, counter, max_bytes)  # type: ignore[arg-type]
+        self.texts.cuts = CutTrials(tokenizer).find(200)
+
+    @property
+    def num_cached(self) -> int:
+        return self.metrics.cached_tokens.value
+
+    async def encode(
+        self, text: str, tenant: str = "tenant", *, is_packed: bool = True, special: bool = False
+    ) -> TokenizedPrompt:
+        """Compare the prompt with that of the whole text, and return it."""
+        request = EncodeRequest(
+            texts=[text],
+            want_hashes=True,
+            cache_salt=b"salt",
+            tenant=tenant,
+            takes_packed_ids=is_packed,
+            add_special_tokens=special,
+        )
+        prompt = await self.texts.encode(text, request, asyncio.to_thread, special=special)
+        assert prompt is not None
+        assert prompt == self.encoder.encode(request).prompts[0]
+        return prompt
+
+
+async def test_the_next_turn_encodes_what_is_new() -> None:
+    texts = Texts()
+    first = await texts.encode(LINES[:40_000])
+    assert (texts.num_cached, texts.processes.num_texts) == (0, [])
+    await texts.encode(LINES[:40_000] + "What came next?\n")
+    num_cached = texts.num_cached
+    assert 0.9 * len(ids_of(first)) < num_cached < len(ids_of(first))
+    await texts.encode(LINES[:40_000], "another tenant")
+    assert texts.num_cached == num_cached
+
+
+async def test_much_that_is_new_is_encoded_by_a_process() -> None:
+    texts = Texts()
+    assert len(LINES) < long_texts.SHORT_BYTES < len(2 * LINES)
+    await texts.encode("1\n" + 2 * LINES)
+    await texts.encode("1\n" + 2 * LINES)
+    assert len(texts.processes.num_texts) == 1
+    assert texts.num_cached > 2 * LONG_PROMPT
+
+
+async def test_lists_and_special_tokens() -> None:
+    texts = Texts(framed())
+    for _ in range(2):
+        prompt = await texts.encode(LINES, is_packed=False, special=True)
+        assert (
+            prompt.token_ids[0]
+            == texts.encoder.encode(EncodeRequest(texts=[""], add_special_tokens=True)).prompts[0].token_ids[0]
+        )
+    await texts.encode(LINES, special=False)
+    assert texts.num_cached > 0
+
+
+async def test_a_text_over_the_limit_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="at most 200000 bytes"):
+        await Texts().encode("a " * 100_001)
+
+
+async def test_texts_are_whole_until_the_cuts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_texts, "NUM_TEXTS", 200)
+    texts = Texts().texts
+    request = EncodeRequest(texts=[LINES], want_token_strings=True)
+    assert await texts.encode(LINES, request, asyncio.to_thread) is None
+    request.want_token_strings, texts.cuts = False, None
+    texts.find_cuts()
+    assert await texts.encode(LINES, request, asyncio.to_thread) is not None
+    without_room = Texts(max_bytes=0).texts
+    without_room.cuts = None
+    assert await without_room.encode(LINES, request, asyncio.to_thread) is None
+    assert without_room.cuts is None
+
+
+def test_a_tokenizer_that_fails_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise BaseException("a panic of the library")
+
+    texts = Texts().texts
+    texts.cuts = None
+    monkeypatch.setattr(CutTrials, "find", fail)
+    texts.find_cuts()
+    assert texts.cuts is None

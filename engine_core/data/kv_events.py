@@ -1,5 +1,6 @@
 """Records changes of the prefix cache as events (names and fields as in vLLM's KV events)."""
 
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -19,8 +20,9 @@ class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
     """The hash of the block before the first; None if the first begins a prompt."""
-    token_ids: list[int]
-    """[len(block_hashes) * block_size]"""
+    token_ids: bytearray
+    """[len(block_hashes) * block_size] as little-endian 32-bit numbers: as integers they would be made again on each
+    way, and few subscribers read them."""
     block_size: int
     medium: str
     """The tier that holds the blocks: ``MEDIUM_POOL``."""
@@ -58,6 +60,11 @@ class StateRemoved(msgspec.Struct, array_like=True, tag="StateRemoved", gc=False
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | StateStored | StateRemoved
 
 
+def listed_ids(packed: bytearray) -> list[int]:
+    """Return the token ids of stored blocks as integers."""
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+
+
 class KVEventLog:
     """Collects the changes since they were last taken. Implements ``EvictionListener``.
 
@@ -66,6 +73,7 @@ class KVEventLog:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._pack = struct.Struct(f"<{block_size}I").pack
         self.events: list[KVCacheEvent] = []
         """In the order in which they happened."""
 
@@ -79,10 +87,11 @@ class KVEventLog:
         # follows many engines.
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(hashes[index])
-            last.token_ids += token_ids
+            last.token_ids += self._pack(*token_ids)
         else:
             named = hashes[num_named - 1] if (num_named := last_named(index)) else None
-            stored = BlockStored([hashes[index]], parent, token_ids, self._block_size, MEDIUM_POOL, index, named)
+            packed = bytearray(self._pack(*token_ids))
+            stored = BlockStored([hashes[index]], parent, packed, self._block_size, MEDIUM_POOL, index, named)
             self.events.append(stored)
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:

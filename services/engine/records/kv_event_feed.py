@@ -17,6 +17,7 @@ from tokenloom.engine_core.data.kv_events import (
     KVCacheEvent,
     StateRemoved,
     StateStored,
+    listed_ids,
 )
 from tokenloom.request.errors import Aborted, InvalidArgument
 from tokenloom.request.prefix_schedule import named_within
@@ -35,6 +36,7 @@ class KVEventFeed:
     def __init__(self, engine_epoch: int, capacity: int = REPLAY_BATCHES) -> None:
         self._epoch = engine_epoch
         self._batches: deque[engine_pb2.WatchKVEventsResponse] = deque(maxlen=capacity)
+        self._token_ids: deque[list[bytearray]] = deque(maxlen=capacity)  # of the stored blocks of each batch
         self._next = 1
         self._news = asyncio.Event()
         self.outlet: Callable[[Sequence[KVCacheEvent]], None] | None = None
@@ -49,6 +51,7 @@ class KVEventFeed:
                 sequence=self._next, engine_epoch=self._epoch, time=_now(), events=map(_to_proto, events)
             )
         )
+        self._token_ids.append([event.token_ids for event in events if isinstance(event, BlockStored)])
         self._next += 1
         self._news.set()
         self._news = asyncio.Event()
@@ -61,7 +64,7 @@ class KVEventFeed:
         wanted = self._first(sequence)
         while True:
             while wanted < self._next:
-                yield self._batches[self._index_of(wanted)]
+                yield self._with_ids(self._index_of(wanted))
                 wanted += 1
             await self._news.wait()
 
@@ -90,6 +93,17 @@ class KVEventFeed:
             await self._news.wait()
             await asyncio.sleep(interval)
 
+    def _with_ids(self, index: int) -> WatchKVEventsResponse:
+        """Return a batch with the ids of its tokens, which become integers for those who follow all events."""
+        if not (token_ids := self._token_ids[index]):
+            return self._batches[index]
+        batch = WatchKVEventsResponse()
+        batch.CopyFrom(self._batches[index])
+        stored = (event.block_stored for event in batch.events if event.HasField("block_stored"))
+        for packed, event in zip(token_ids, stored, strict=True):
+            event.token_ids.extend(listed_ids(packed))
+        return batch
+
     def _first(self, sequence: int | None) -> int:
         """Return the first batch that a reader gets. Raises ``InvalidArgument``."""
         if sequence is not None and not 1 <= sequence <= self._next:
@@ -111,12 +125,12 @@ def _now() -> Timestamp:
 
 
 def _to_proto(event: KVCacheEvent) -> engine_pb2.KVCacheEvent:
+    """Return an event without the ids of its tokens: placement needs their hashes only."""
     match event:
         case BlockStored():
             stored = engine_pb2.BlockStored(
                 block_hashes=event.block_hashes,
                 parent_block_hash=event.parent_block_hash,
-                token_ids=event.token_ids,
                 block_size=event.block_size,
                 medium=event.medium,
                 num_blocks_before=event.num_blocks_before,

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 import zmq.auth.asyncio
 
-from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, listed_ids
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.telemetry.kv_events import (
     END,
@@ -176,7 +176,7 @@ def _published(events: Sequence[KVCacheEvent], *, shows_ids: bool) -> Iterator[P
                 yield StoredBlocks(
                     block_hashes=[short_hash(each) for each in event.block_hashes],
                     parent_block_hash=None if parent is None else short_hash(parent),
-                    token_ids=event.token_ids if shows_ids else [],
+                    token_ids=listed_ids(event.token_ids) if shows_ids else [],
                     block_size=event.block_size,
                     lora_id=None,
                     medium=event.medium,

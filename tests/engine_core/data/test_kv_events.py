@@ -1,3 +1,5 @@
+import struct
+
 from tests.engine_core.helpers import finish, make_core, make_request
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.kv_events import (
@@ -9,8 +11,13 @@ from tokenloom.engine_core.data.kv_events import (
     StateEvents,
     StateRemoved,
     StateStored,
+    listed_ids,
 )
 from tokenloom.request.prefix_schedule import block_hashes
+
+
+def packed(ids: list[int]) -> bytearray:
+    return bytearray(struct.pack(f"<{len(ids)}I", *ids))
 
 
 def telling_core(num_blocks: int = 8) -> EngineCore:
@@ -29,11 +36,11 @@ def test_events_of_stored_blocks_have_tokens_and_parent() -> None:
     prompt = list(range(10))
     core.add_request(make_request("a", prompt, 3))
     first, second = block_hashes([*prompt, 0, 0], 4)[:2]
-    assert events_of(core)[0] == BlockStored([first, second], None, prompt[:8], 4, "GPU")
+    assert events_of(core)[0] == BlockStored([first, second], None, packed(prompt[:8]), 4, "GPU")
     core.add_request(make_request("b", [*prompt[:8], 50, 51, 52, 53, 54], 1))
     (stored,) = events_of(core)
     assert isinstance(stored, BlockStored)
-    assert (stored.parent_block_hash, stored.token_ids) == (second, [50, 51, 52, 53])
+    assert (stored.parent_block_hash, listed_ids(stored.token_ids)) == (second, [50, 51, 52, 53])
 
 
 def test_blocks_of_tenants_have_hashes_of_their_own() -> None:
@@ -43,7 +50,7 @@ def test_blocks_of_tenants_have_hashes_of_their_own() -> None:
         core.add_request(make_request(name, prompt, 1, salt=salt))
         events = events_of(core)
         assert events == (
-            [BlockStored(block_hashes(prompt, 4, salt=salt), None, prompt[:8], 4, "GPU")] if name != "c" else []
+            [BlockStored(block_hashes(prompt, 4, salt=salt), None, packed(prompt[:8]), 4, "GPU")] if name != "c" else []
         )
 
 
@@ -72,7 +79,8 @@ def test_a_reset_drops_earlier_events() -> None:
     log.forgot_all()
     log.stored([b"b"], 0, [3, 4])
     log.evicted(0, b"b")
-    assert log.take() == [AllBlocksCleared(), BlockStored([b"b"], None, [3, 4], 2, "GPU"), BlockRemoved([b"b"], "GPU")]
+    stored = BlockStored([b"b"], None, packed([3, 4]), 2, "GPU")
+    assert log.take() == [AllBlocksCleared(), stored, BlockRemoved([b"b"], "GPU")]
     assert not log.take()
 
 
@@ -101,7 +109,7 @@ def test_an_event_says_where_in_a_prompt_it_begins_and_which_named_block_is_befo
     assert isinstance(near, BlockStored)
     assert isinstance(far, BlockStored)
     assert (near.num_blocks_before, near.named_block_before) == (128, hashes[127])
-    assert (near.block_hashes, near.token_ids) == (hashes[128:130], [1, 2])
+    assert (near.block_hashes, listed_ids(near.token_ids)) == (hashes[128:130], [1, 2])
     assert (far.num_blocks_before, far.named_block_before) == (133, hashes[131])  # of 133 blocks the 132nd is the last
 
 

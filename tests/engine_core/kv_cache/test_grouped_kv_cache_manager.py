@@ -7,7 +7,7 @@ import pytest
 from tests.engine_core.invariants import check_pool
 from tests.engine_core.kv_cache.grouped_hash_worker import groups_of
 from tokenloom.engine_core.data.config import CacheConfig
-from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
+from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog, listed_ids
 from tokenloom.engine_core.data.kv_groups import NULL_BLOCK, partition_layers
 from tokenloom.engine_core.data.request import RemoteKVState, RequestKV
 from tokenloom.engine_core.kv_cache.kv_cache_manager import GroupedKVCacheManager
@@ -264,7 +264,7 @@ def test_events_follow_full_attention() -> None:
     hashes = block_hashes(list(range(16)), BLOCK)
     (stored,) = events.take()
     assert isinstance(stored, BlockStored)
-    assert (stored.block_hashes, stored.token_ids) == (hashes, list(range(16)))
+    assert (stored.block_hashes, listed_ids(stored.token_ids)) == (hashes, list(range(16)))
     kv.free(request)
     compute(kv, make_request_of([999] * 20, "other"), [8, 8])
     removed = [event for event in events.take() if isinstance(event, BlockRemoved)]

@@ -5,6 +5,7 @@ import pytest
 
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tokenloom.request.errors import Aborted, InvalidArgument
+from tokenloom.request.packed_ids import pack
 from tokenloom.services.engine.records.kv_event_feed import MERGED_BATCHES, KVEventFeed
 from tokenloom.v1.engine_pb2 import WatchKVEventsResponse
 
@@ -16,13 +17,15 @@ async def take(batches: AsyncIterator[WatchKVEventsResponse], count: int) -> lis
 
 async def test_events_travel_with_all_they_tell() -> None:
     feed = KVEventFeed(7)
-    feed.publish([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, "GPU"), BlockStored([b"c"], b"b", [5, 6], 2, "GPU")])
+    two, one = bytearray(pack([1, 2, 3, 4])), bytearray(pack([5, 6]))
+    feed.publish([BlockStored([b"a", b"b"], None, two, 2, "GPU"), BlockStored([b"c"], b"b", one, 2, "GPU")])
     feed.publish([BlockRemoved([b"a"], "GPU"), AllBlocksCleared()])
     batches = feed.follow(1)
     first, second = await anext(batches), await anext(batches)
     assert (first.sequence, first.engine_epoch, first.time.seconds > 0) == (1, 7, True)
     root, child = (event.block_stored for event in first.events)
     assert (list(root.block_hashes), list(root.token_ids), root.block_size) == ([b"a", b"b"], [1, 2, 3, 4], 2)
+    assert list(child.token_ids) == [5, 6]
     assert not root.HasField("parent_block_hash")
     assert (child.parent_block_hash, child.medium) == (b"b", "GPU")
     assert [event.WhichOneof("event") for event in second.events] == ["block_removed", "all_blocks_cleared"]

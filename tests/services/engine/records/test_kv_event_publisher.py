@@ -15,6 +15,7 @@ import zmq.auth
 
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StateStored
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.packed_ids import pack
 from tokenloom.services.engine.records.engine_settings import EngineSettings, KVEventsConfig
 from tokenloom.services.engine.records.kv_event_publisher import KVEventPublisher, of_rank
 from tokenloom.services.runtime.telemetry import kv_events
@@ -22,7 +23,7 @@ from tokenloom.services.runtime.telemetry.kv_events import EventBatch, KVEventRe
 
 SOON = 30.0
 FIRST, SECOND = bytes(range(32)), bytes(range(100, 132))
-STORED = BlockStored([FIRST, SECOND], None, [1, 2, 3, 4], 2, "GPU")
+STORED = BlockStored([FIRST, SECOND], None, bytearray(pack([1, 2, 3, 4])), 2, "GPU")
 Numbered = tuple[int, EventBatch]
 
 

@@ -56,7 +56,7 @@ def test_blocks_that_no_prompt_names_are_left_out() -> None:
 def test_what_happened_last_to_a_block_counts() -> None:
     one, two, three = hashes(3)
     gone: list[KVCacheEvent] = [BlockRemoved([two, three], "GPU")]
-    again: list[KVCacheEvent] = [BlockStored([two], one, [0], 1, "GPU", 1, one)]
+    again: list[KVCacheEvent] = [BlockStored([two], one, bytearray(4), 1, "GPU", 1, one)]
     assert changes(stored([one, two, three], 0, 3), gone, again) == PrefixChanges(
         removed=named([three]), stored=[PrefixChain(blocks=named([one, two]))]
     )

@@ -170,8 +170,9 @@ def _shown(fields: TokenGenerationRequest) -> Chat | None:
         found = sorted(_featured(features), key=lambda each: each[1])
         media, places = [part for part, _ in found], [place for _, place in found]
     for index, part in enumerate(parts or ()):
-        where, url = f"content_parts[{index}]", {} if part.url is None else {part.type: part.url}
-        media.append(read_part(where, {"type": part.type, "uuid": part.uuid, "field": f"{where}.url", **url}))
+        where = f"content_parts[{index}]"
+        members = {"type": part.type, "uuid": part.uuid, "field": f"{where}.url", part.type: part.url}
+        media.append(read_part(where, members))
     if not media:
         return None
     ids = narrow_token_ids("token_ids", fields.token_ids)

@@ -132,7 +132,7 @@ def test_other_forms_of_file(started: list[MeshOptions], tmp_path: Path, suffix:
     ("text", "message"),
     [
         ("engine_count = 3", "no such option"),
-        ("prot = 3", "did you mean port?"),
+        ("prot = 3", "did you mean port or fronts?"),
         ("engine = 3", "engine must be a table"),
         ("[engine]\nwatermrak = 0.1", "did you mean watermark?"),
         ("[scheduler]\nmax_num_seq = 3", "did you mean max_num_seqs"),

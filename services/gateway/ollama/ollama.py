@@ -1,5 +1,7 @@
-"""Ollama's API: translates its bodies into those of chats and completions, shapes answers, and serves its endpoints."""
+"""Ollama's API: translates its bodies into those of chats, completions and embeddings, shapes answers, and serves its
+endpoints."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,16 +20,21 @@ from ..endpoints.generation_endpoint import GenerationEndpoint
 from ..formats.call_arguments import read_arguments
 from ..formats.call_parser import numbered_call_id
 from ..generation.running_generation import RunningGeneration
+from ..generation.running_pooling import RunningPooling
 from ..http.http_exchange import ErrorForm, HttpExchange
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
-from ..openai.body_reader import AnswerOptions, Body, inherited, renamed_twice
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
-from ..openapi.ollama_schemas import OllamaRequest
+from ..openapi.ollama_schemas import OllamaEmbedRequest, OllamaRequest
+from ..openapi.pooling_schemas import PoolingFields
 from ..openapi.request_schemas import CommonFields
+from ..pooling.pooling_api import Shape, ignored_fields, make_generate_request, split_inputs
+from ..pooling.vector_json import result_blocks
 from ..records.generate_request import GenerateRequest
+from ..records.pooling_input import PoolingInput, check_count
 from ..serving.served_mesh import ServedMesh
 from ..tenants.tenant import Tenant
 from .ollama_models import show_model
@@ -344,3 +351,43 @@ class OllamaModelCalls:
         # Older clients of Ollama send the model's name as `name`.
         self.mesh.models.find(body.get("model") or body.get("name"))
         return body
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaEmbedApi:
+    """Reads bodies of one of the two endpoints. ``is_older``: that of a single prompt."""
+
+    reader: BodyReader
+    is_older: bool
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
+        """Return what the body asks for, what shapes the answer, and the fields that have no effect. Raises
+        :class:`errors.InvalidArgument` naming the field."""
+        began = time.monotonic_ns()
+        fields = self.reader.read(body, OllamaEmbedRequest)
+        field = "prompt" if self.is_older else "input"
+        inputs = split_inputs(getattr(fields, field), field)
+        check_count(len(inputs), field)
+        cut = PoolingFields(truncate_prompt_tokens=None if fields.truncate is False else -1)
+        params = types_pb2.PoolingParams(
+            task=types_pb2.POOLING_TASK_EMBED,
+            dimensions=None if not fields.dimensions else narrow_int("dimensions", fields.dimensions, 1, 2**32 - 1),
+        )
+        pooling_input = PoolingInput(make_generate_request(cut, inputs, field, tenant), params, keep_first=True)
+        shape = _single if self.is_older else lambda pooling: _all(pooling, began)
+        return pooling_input, shape, ignored_fields(body, fields)
+
+
+def _single(pooling: RunningPooling) -> Iterator[bytes]:
+    yield b'{"embedding":'
+    yield from result_blocks(pooling.results[0], as_base64=False)
+    yield b"}"
+
+
+def _all(pooling: RunningPooling, began_ns: int) -> Iterator[bytes]:
+    yield encode_json({"model": pooling.model})[:-1] + b',"embeddings":['
+    for index, result in enumerate(pooling.results):
+        yield b"," if index else b""
+        yield from result_blocks(result, as_base64=False)
+    counts = {"prompt_eval_count": pooling.usage.prompt_tokens, "total_duration": time.monotonic_ns() - began_ns}
+    yield b"]," + encode_json(counts | {"load_duration": 0})[1:]

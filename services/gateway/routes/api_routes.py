@@ -1,6 +1,7 @@
 """Lists the routes of the HTTP API, except those for operators, and the fields that they read of bodies."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -21,8 +22,8 @@ from ..http.http_exchange import RESPONSES, ErrorForm, HttpExchange
 from ..http.request_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.route import Handler, Route, Routes
-from ..ollama.ollama import OLLAMA
-from ..ollama.ollama_embed import OllamaEmbedApi
+from ..ollama.ollama import OLLAMA, OllamaApi, OllamaEmbedApi, OllamaEndpoint, OllamaModelCalls
+from ..ollama.ollama_models import VERSION, OllamaModels
 from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS, BodyReader
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
@@ -56,8 +57,7 @@ from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..settings.gateway_settings import GatewaySettings
 from ..tenants.tenant_shares import TenantShares
-from .ollama_routes import ollama_routes, ollama_status_routes
-from .status_routes import StatusRoutes
+from .status_routes import StatusRoutes, get
 from .tokenize_routes import TokenizeRoutes
 
 if TYPE_CHECKING:
@@ -156,6 +156,44 @@ def api_routes(
         **made_later(route_table.OF_TOKENS, make_token_routes),
         **pooling_routes(mesh, parser, reader, limit),
     }
+
+
+_LINES = ((b"content-type", b"application/x-ndjson"),)
+
+
+def ollama_routes(
+    mesh: ServedMesh,
+    chats: ChatApi,
+    endpoint: Callable[[GenerationApi], GenerationEndpoint],
+    parser: BodyParser,
+    max_body_bytes: int,
+    began: str,
+) -> Routes:
+    """Return the routes that name a model in their body. ``began``: when the gateway started."""
+    calls = OllamaModelCalls(mesh, chats.plans, parser, max_body_bytes, began)
+
+    def generating(*, is_chat: bool) -> Handler:
+        api = OllamaApi(chats, CompletionsApi(chats.reader), is_chat=is_chat)
+        return OllamaEndpoint(replace(endpoint(api), stream_headers=_LINES), api)
+
+    return {
+        route_table.OLLAMA_CHAT: generating(is_chat=True),
+        route_table.OLLAMA_GENERATE: generating(is_chat=False),
+        route_table.OLLAMA_SHOW: calls.show,
+        route_table.OLLAMA_PULL: calls.pull,
+        **dict.fromkeys(route_table.OLLAMA_MANAGEMENT, calls.refuse),
+    }
+
+
+def ollama_status_routes(meshes: ServedMeshes, began: str) -> Routes:
+    """Return the routes that describe all models."""
+    models = OllamaModels(meshes, began)
+    routes: dict[Route, Handler] = {
+        route_table.OLLAMA_TAGS: get(models.listed),
+        route_table.OLLAMA_PS: get(models.running),
+        route_table.OLLAMA_VERSION: get(lambda: {"version": VERSION}),
+    }
+    return routes
 
 
 def made_later(routes: Sequence[Route], make: Callable[[], Routes]) -> Routes:

@@ -34,6 +34,8 @@ KEPT = {
     "gateway/mesh/encoder_client.py:_place": "its caller is the edge of one request",
     "gateway/mesh/encoder_client.py:_release": "its owner logs what else comes, and the lease ends by itself",
     "engine/kv/kv_loads.py:_release": "its caller is the edge of one load",
+    "engine/core/vllm_core.py:start": "awaited by the start of the engine, which fails with it; no task",
+    "engine/core/vllm_server.py:_read": "awaited by the reader of one answer; no task",
     "runtime/local_streams/socket_end.py:read": "awaited by a stream's reader; no task",
     "runtime/host/held_port.py:_connect": "connects a socket, which raises OSError only",
 }

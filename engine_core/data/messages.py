@@ -53,6 +53,8 @@ class ErrorKind(enum.IntEnum):
     """The request's LoRA adapter is not loaded here; another engine may have it."""
     QUERY_LOST = 7
     """The engine does not hold the query that a document is scored against; the caller sends the query again."""
+    LACKS = 8
+    """The request needs what this kind of engine does not do; an engine of another kind may."""
 
 
 class RequestType(enum.Enum):

@@ -41,6 +41,11 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
     sessions: Annotated[
         bool, "Send the turns of a session to the engine that has its KV, and let engines keep that for its next turn."
     ] = True
+    mixed_numerics: Annotated[
+        bool,
+        "Let a request that began on an engine of ours go on where vLLM computes (--remote-vllm), and the reverse: its "
+        "answer says mixed_numerics. Otherwise it waits for an engine of the kind on which it began.",
+    ] = False
     settle_seconds: Annotated[
         Annotated[float, Meta(ge=0)],
         "Seconds that a new coordinator waits for the engines to register again; up to 30 more while they still come.",

@@ -128,6 +128,7 @@ class CoordinatorService:
                 pd_threshold=self._settings.pd_threshold,
                 rule=_rule(self._settings, host),
                 has_sessions=self._settings.sessions,
+                mixes_numerics=self._settings.mixed_numerics,
             ),
             settle_seconds=self._settings.settle_seconds,
             predecessor=self._predecessor,

@@ -88,7 +88,7 @@ async def _start(
     # The core is a command of its own, not a fork: a fork with a live gRPC runtime hangs, and multiprocessing would
     # need a __main__ guard in the scripts of users.
     try:
-        client = client or process_client(settings, str(path))
+        client = client or (_remote_client if settings.remote_vllm else process_client)(settings, str(path))
     except ValueError as error:  # of an option that does not fit the checkpoint
         raise InvalidArgument(str(error)) from error
     # The stack undoes in reverse: streams end first, then the KV port, and the core last, since both still talk to it.
@@ -142,6 +142,14 @@ async def _start(
         host.spawn(coordinator.run(CoordinatorCommands(engine, follower)), name="engine-coordinator")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
+
+
+def _remote_client(settings: EngineSettings, checkpoint: str) -> AsyncCoreClient:
+    """Return what stands for a core where a server of others computes. Raises ``ValueError`` for a file that cannot be
+    read."""
+    from .core.vllm_core import remote_core  # here: most engines compute by themselves
+
+    return remote_core(settings, checkpoint)
 
 
 def _publish_events(

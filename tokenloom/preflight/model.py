@@ -123,6 +123,14 @@ _SLOW = (
 _CONVERT = "run AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers, which writes one"
 
 
+def check_texts(path: Path) -> None:
+    """Check what parts that handle text read of a checkpoint directory or GGUF file. Raises `CannotServe`."""
+    if is_gguf(path):
+        check_gguf(path)
+    else:
+        check_tokenizer(path, text_entries(read_object(path / "config.json")))
+
+
 def check_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
     """Check the tokenizer in a directory against the text model's entries of its ``config.json``. Raises
     `CannotServe`."""

@@ -14,6 +14,7 @@
     ├── FailedPrecondition     400  (409 would invite a blind retry)
     ├── Aborted                409  replaced by something newer
     ├── Unimplemented          400
+    │   └── EngineLacks        400  engines of this kind do not do what the request needs; those of another kind may
     ├── Cancelled              499
     ├── ResourceExhausted      503  full; ``retry_after`` says when to retry
     │   └── RateLimitExceeded  429  the tenant is at a limit of its own, named by ``limit``
@@ -189,6 +190,11 @@ class Aborted(TokenloomError, code=Code.ABORTED, http=409):
 
 class Unimplemented(TokenloomError, code=Code.UNIMPLEMENTED, http=400, openai=_WRONG, is_final=True):
     """This version does not implement this part of the contract."""
+
+
+class EngineLacks(Unimplemented):
+    """The engine computes by a server of others, which does not do what the request needs; an engine of ours may. A
+    client sees this error only when there is none."""
 
 
 class Cancelled(TokenloomError, code=Code.CANCELLED, http=499, is_final=True):

@@ -343,7 +343,7 @@ class WatchRequest(_message.Message):
     def __init__(self, changes: _Optional[bool] = ..., without_loads: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters", "prefixes", "placement", "desired", "encoders", "new_encoders")
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters", "prefixes", "placement", "desired", "encoders", "new_encoders", "mixes_numerics")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +360,7 @@ class Snapshot(_message.Message):
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_FIELD_NUMBER: _ClassVar[int]
     NEW_ENCODERS_FIELD_NUMBER: _ClassVar[int]
+    MIXES_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     revision: int
     complete: bool
@@ -376,7 +377,8 @@ class Snapshot(_message.Message):
     desired: DesiredState
     encoders: _containers.RepeatedCompositeFieldContainer[EngineEntry]
     new_encoders: bool
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ..., prefixes: _Optional[_Union[PrefixPlacements, _Mapping]] = ..., placement: _Optional[_Union[PlacementRule, str]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., encoders: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., new_encoders: _Optional[bool] = ...) -> None: ...
+    mixes_numerics: bool
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ..., prefixes: _Optional[_Union[PrefixPlacements, _Mapping]] = ..., placement: _Optional[_Union[PlacementRule, str]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., encoders: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., new_encoders: _Optional[bool] = ..., mixes_numerics: _Optional[bool] = ...) -> None: ...
 
 class PrefixPlacements(_message.Message):
     __slots__ = ("block_hash", "engine", "other_engine")

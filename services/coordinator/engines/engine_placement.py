@@ -26,11 +26,13 @@ class Policy:
         pd_threshold: Uncached prompt tokens below which an engine that decodes does the whole request; 0: none does.
         rule: What a leg costs on an engine.
         has_sessions: Whether the turns of sessions are recognised.
+        mixes_numerics: Whether requests go on between engines of ours and servers of others.
     """
 
     pd_threshold: int
     rule: Rule
     has_sessions: bool = True
+    mixes_numerics: bool = False
 
 
 def check_request(request: PickRequest) -> None:

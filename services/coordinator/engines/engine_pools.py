@@ -90,6 +90,7 @@ class EnginePools:
         by_row: The joined engines, which the registry keeps up to date.
         clock: Monotonic seconds.
         fall_backs: Where it is noted that a role is missing, or engines compute in different ways.
+        mixes_numerics: Whether requests go on between engines of ours and servers of others.
     """
 
     def __init__(
@@ -100,7 +101,10 @@ class EnginePools:
         adapters: WantedAdapters,
         clock: Callable[[], float],
         fall_backs: FallBacks,
+        *,
+        mixes_numerics: bool = False,
     ) -> None:
+        self._mixes_numerics = mixes_numerics
         self._columns = columns
         self._kinds = kinds
         self._by_row = by_row
@@ -192,10 +196,16 @@ class EnginePools:
         return np.array([row for row in rows.tolist() if not self._by_row[row].is_aside], np.intp)
 
     def _computing_alike(self, key: _Key, rows: Rows, wanted: Fingerprint) -> Rows:
-        """Return the engines that compute as the one on which the request began; without any, all of them."""
-        alike = rows[self._kinds.computing_as(wanted)[self._columns.kind[rows]]]
+        """Return the engines that compute as the one on which the request began; without any, all of them, or all of
+        the same maker. Raises ``Unavailable`` if there are only others."""
+        kinds = self._columns.kind[rows]
+        alike = rows[self._kinds.computing_as(wanted)[kinds]]
         if len(alike) or not len(rows):
             return alike
+        if not self._mixes_numerics:
+            rows = rows[self._kinds.of_same_maker(wanted)[kinds]]
+            if not len(rows):
+                raise Unavailable("No engine is serving that computes as the one on which the request began; retry.")
         names = ", ".join(sorted({self._by_row[row].identity.fingerprint.numerics for row in rows.tolist()}))
         self._unlike[key] = f"it began with {wanted.numerics!r}; now serving: {names}"
         return rows

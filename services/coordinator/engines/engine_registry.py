@@ -112,7 +112,10 @@ class Registry:
         self.claims = ModelClaims(self._fall_backs)
         self._signs = EngineSigns(self._fall_backs)
         self._is_unsettled = self._is_unseen = False  # since engines joined, left, or changed their state or role
-        self._pools = EnginePools(self._columns, self._kinds, self._by_row, self.adapters, clock, self._fall_backs)
+        self._pools = EnginePools(
+            *(self._columns, self._kinds, self._by_row, self.adapters, clock, self._fall_backs),
+            mixes_numerics=policy.mixes_numerics,
+        )
         self._awaited: set[str] = set()  # engines of the predecessor that have not joined yet
         if predecessor is not None:
             self._awaited.update(predecessor.engine_ids)
@@ -142,6 +145,11 @@ class Registry:
     def pd_threshold(self) -> int:
         """Uncached prompt tokens below which an engine does the whole request."""
         return self._placement.policy.pd_threshold
+
+    @property
+    def mixes_numerics(self) -> bool:
+        """Whether requests go on between engines of ours and servers of others."""
+        return self._placement.policy.mixes_numerics
 
     @property
     def placement(self) -> PlacementRule:

@@ -330,6 +330,7 @@ class SnapshotFeed:
             complete=self._registry.is_complete,
             pd_threshold=self._registry.pd_threshold,
             placement=self._registry.placement,
+            mixes_numerics=self._registry.mixes_numerics,
             base_revision=base_revision,
         ).SerializeToString()
 

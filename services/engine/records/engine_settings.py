@@ -1,7 +1,9 @@
 """Options of an engine: those of its front, and the whole configuration of its core."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
@@ -20,6 +22,7 @@ from tokenloom.process.plugins import check_named
 from tokenloom.request.chat_template import check_chat_template, names_plugin, read_chat_template
 from tokenloom.request.errors import NotFound, Unavailable
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
+from tokenloom.services.runtime.host.options import flag, options_of
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 
@@ -59,6 +62,27 @@ class KVEventsConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def is_on(self) -> bool:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+_REMOTE_OPTIONS = frozenset(
+    (
+        *("model", "max_num_seqs", "max_model_len"),
+        "worker",  # beside hash workers, engines have no fingerprint of weights
+        *("num_threads", "cpus", "engines_on_host"),  # `tokenloom serve` sets them for every engine
+    )
+)
+"""Options of a core that an engine may have for which a server of others computes."""
+
+
+def _check_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        is_right = parts.port != 0 and parts.scheme in ("http", "https") and parts.hostname and not parts.query
+    except ValueError:  # of a port that is no number
+        is_right = False
+    if value and not (is_right and parts.username is None):
+        raise ValueError(f"must be http://host:port or https://host:port, not {value!r:.80}")
+    return value
 
 
 def _check_endpoint(name: str, value: str, *, is_encrypted: bool) -> None:
@@ -126,6 +150,14 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=86400)],
         "Seconds from one such line to the next; of several idle intervals only the first has one.",
     ] = 10.0
+    remote_vllm: Annotated[
+        Annotated[str, Meta(extra={"check": _check_url})],
+        "Address, http(s)://host:port, of a vllm serve with --enable-scale-out, which computes in place of a core of "
+        "this engine; --model names the same checkpoint (docs/use/tokens.md). Empty: none.",
+    ] = ""
+    remote_vllm_key_file: Annotated[
+        Path | None, "File with the API key of that server, if it asks for one; with --remote-vllm."
+    ] = None
     engine: EngineConfig = EngineConfig(
         worker=WorkerConfig(model=DEMO_MODEL_NAME),
         # Clients of a service wait for their next token, which a long prompt in the same step would delay.
@@ -138,11 +170,29 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         self.engine.check_plugins(self.plugins)
         if names_plugin(self.chat_template):
             check_named(self.plugins, chat_template=self.chat_template)
+        self._check_remote()
         if self.kv_events_config is None or not self.kv_events_config.is_on:
             return
         if not self.engine.cache.enable_prefix_caching:
             raise ValueError("--kv-events-config: without --enable-prefix-caching there are no events to publish")
         force_setattr(self, "engine", replace(self.engine, cache=replace(self.engine.cache, kv_events=True)))
+
+    def _check_remote(self) -> None:
+        """Raise ``ValueError``, naming the options, for those of a core where a server of others computes."""
+        if not self.remote_vllm:
+            if self.remote_vllm_key_file is not None:
+                raise ValueError("--remote-vllm-key-file is of no use without --remote-vllm")
+            return
+        front = ("enable_prompt_embeds", "kv_events_config", "plugins")
+        given = [
+            flag(name)
+            for name, option in options_of(type(self)).items()
+            if (option.path[0] == "engine" or name in front)
+            and name not in _REMOTE_OPTIONS
+            and reduce(getattr, option.path, self) != option.default
+        ]
+        if given:
+            raise ValueError(f"--remote-vllm: vLLM computes, with options of its own; leave out {', '.join(given)}")
 
     @property
     def kv_transports(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from tokenloom.engine_core.data.messages import (
 )
 from tokenloom.request import errors, validation, wire_errors
 from tokenloom.request.routed_rows import RoutedRows, routed_message
+from tokenloom.services.runtime.peers.hello import is_foreign
 from tokenloom.services.runtime.streams.slotted_stream import ServerStream
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
@@ -54,6 +55,7 @@ _ERRORS: dict[ErrorKind, type[errors.TokenloomError]] = {
     ErrorKind.NO_ADAPTER: errors.TryElsewhere,
     ErrorKind.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     ErrorKind.QUERY_LOST: errors.QueryLost,
+    ErrorKind.LACKS: errors.EngineLacks,
 }
 
 
@@ -383,7 +385,11 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
         try:
             self._load.admit(add)
             attempt = self._attempts.open(add)
-        except Exception as error:  # the edge: a bad request must not end the stream
+        except Exception as failure:  # the edge: a bad request must not end the stream
+            error = failure
+            if isinstance(error, errors.InvalidArgument) and is_foreign(self._core.ready.numerics):
+                # What is checked here are limits: those of the mesh's own engines may be wider.
+                error = errors.EngineLacks(f"this engine computes by a server of others: {error.message}")
             RequestLog(log, add.request_id, add.trace_headers).debug("refused: %s", error)
             self._attempts.refuse(add, error)
             self._changed.set()

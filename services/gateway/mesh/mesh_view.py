@@ -9,7 +9,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference
+from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference, is_foreign
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, output_processor_pb2, types_pb2
 from tokenloom.v1.coordinator_pb2 import EngineEntry
@@ -161,6 +161,7 @@ class MeshView:
         self.connected = False
         self.block_size = 0
         self.limits: types_pb2.ModelLimits | None = None
+        self._own_limits: list[types_pb2.ModelLimits] = []  # of the last engines of ours that served
         self.adapters: Mapping[str, types_pb2.Adapter] = {}
         self._taken = asyncio.Event()  # a new one for each snapshot
 
@@ -336,15 +337,19 @@ class MeshView:
         if self._fingerprint is None:
             return
         serving = self.serving(self._fingerprint)
-        if limits := [entry.identity.limits for entry in serving]:
+        if everything := [entry.identity.limits for entry in serving]:
             sizes = {entry.identity.fingerprint.block_size for entry in serving}
             self.block_size = sizes.pop() if len(sizes) == 1 else 0
+            # A request that a server of others cannot run goes to an engine of ours: what these do counts, and goes on
+            # to count while the last of them is lost, because one in its place does it too.
+            own = [each.identity.limits for each in serving if not is_foreign(each.identity.fingerprint.numerics)]
+            limits = self._own_limits = own or self._own_limits or everything
             self.limits = types_pb2.ModelLimits(
                 # The limits are those of the engines, after fitting to their memory, and not of a file: two sources of
                 # one limit would disagree as soon as an operator sets --max-model-len. Placement may choose any engine,
                 # so the smallest counts.
-                max_model_len=min(limit.max_model_len for limit in limits),
-                vocab_size=min(limit.vocab_size for limit in limits),
+                max_model_len=min(limit.max_model_len for limit in everything),
+                vocab_size=min(limit.vocab_size for limit in everything),
                 max_logprobs=min(map(max_logprobs, limits)),
                 priorities=all(limit.priorities for limit in limits),
                 experts_per_token=min(limit.experts_per_token for limit in limits),

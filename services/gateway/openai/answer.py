@@ -59,16 +59,16 @@ class AnswerBase:
         return {"id": self._id, "object": object_name, "created": self._created, "model": self._model}
 
     def tail(self) -> dict[str, object]:
-        """Return the usage, and the timeline when asked for."""
+        """Return the usage and the last members."""
         members: dict[str, object] = {"usage": sse.usage_object(self.usage)}
-        return members | self.timeline()
+        return members | self.last_members()
 
     def last_events(self) -> bytes:
         """Return the event that holds the usage, when asked for."""
         if not self.options.include_usage or (self.resumed is not None and self.resumed.usage_sent):
             return b""
         line = b"" if self.ids is None else self.ids.last_line()
-        return line + self.writer.event(b"", sse.members(self.timeline()), self.usage)
+        return line + self.writer.event(b"", sse.members(self.last_members()), self.usage)
 
     def repeated(self, index: int) -> None:
         """Take note that output which the client has was shaped once more."""
@@ -83,11 +83,15 @@ class AnswerBase:
         """Return whether the client of a resumed answer has all content of an output."""
         return self.resumed is not None and self.resumed.entries.get(index, "").endswith(CONTENT_ENDED)
 
-    def timeline(self) -> dict[str, object]:
-        if not self.options.return_timeline:
-            return {}
-        timeline = sse.timeline_object(self.generation.timeline, self.generation.total_ns)
-        return {"timeline": timeline | sse.cache_miss(self.generation.usage)}
+    def last_members(self) -> dict[str, object]:
+        """Return the timeline when asked for, and that engines of different kinds generated the output, if they did."""
+        members: dict[str, object] = {}
+        if any(finished.timeline.mixed_numerics for finished in self.generation.finished.values()):
+            members["mixed_numerics"] = True
+        if self.options.return_timeline:
+            timeline = sse.timeline_object(self.generation.timeline, self.generation.total_ns)
+            members["timeline"] = timeline | sse.cache_miss(self.generation.usage)
+        return members
 
     @property
     def usage(self) -> inference_pb2.Usage:
@@ -304,7 +308,7 @@ class ChatAnswer:
         stop += sse.members(routed_member(finished))
         choice = sse.choice(index, b'"delta":{}', finish, stop)
         is_last = self._live == 0 and not self._base.options.include_usage
-        timeline = sse.members(self._base.timeline()) if is_last else b""
+        timeline = sse.members(self._base.last_members()) if is_last else b""
         return self._line(index, FINISHED) + self._writer.event(choice, timeline, self._base.usage_of(index))
 
     def _choice(self, index: int, turn: "AssistantTurn") -> dict[str, object]:

@@ -112,7 +112,7 @@ class CompletionAnswer:
             extra += b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
             extra += sse.members(routed_member(delta.finished))
             if self._live == 0 and not self._base.options.include_usage:
-                timeline = sse.members(self._base.timeline())
+                timeline = sse.members(self._base.last_members())
         logprobs = b"null"
         if self._base.options.num_logprobs is not None:
             logprobs = b"".join(self._logprobs[delta.index].take())

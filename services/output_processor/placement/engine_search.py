@@ -17,6 +17,9 @@ MAX_WRONG = 3
 """Attempts at one sample that may end because of wrong frames and bring it no further."""
 MAX_ENGINE_DEATHS = 2
 """Engines that may die while they run only this request. Then it ends, because the request itself may kill them."""
+UNFIT_SECONDS = 10.0
+"""How long a request that engines of others cannot run waits for one of ours, where the mesh has had any: one that was
+lost is back by then."""
 _GIVE_UP_SECONDS = 0.25
 _GIVE_UP_SHARE = 0.25
 
@@ -103,6 +106,7 @@ class EngineSearch:
             ending because all engines are full.
         overload: Why the sample ends if no other engine has room: an engine refused it because it is full.
         has_ended: Whether the sample needs no further engine; no death is reported any more.
+        unfit: Why the sample ends if no other engine does what it needs; None: none has refused it for that.
     """
 
     def __init__(
@@ -134,6 +138,9 @@ class EngineSearch:
         self.is_admitted = False
         self.overload: errors.TokenloomError | None = None
         self.has_ended = False
+        self.unfit: errors.TokenloomError | None = None
+        self._unfit_until = 0.0
+        self._unfit: list[EngineKey] = []
 
     @property
     def must_wait(self) -> bool:
@@ -174,10 +181,29 @@ class EngineSearch:
             self._debt.failed(cause)
             self._exclude(key)
             self.overload = error
+        elif cause is Cause.UNFIT:
+            if self.unfit is None:
+                self._unfit_until = asyncio.get_running_loop().time() + UNFIT_SECONDS
+            self.unfit = error
+            self._unfit = [*(each for each in self._unfit if each != key), key][-_MAX_EXCLUDED:]
+            self._exclude(key)
         elif cause is Cause.SILENT and not has_begun:
             self._failed(key, cause, had_output=False)
             return True
-        return cause is Cause.GONE or cause is Cause.FULL
+        return cause in (Cause.GONE, Cause.FULL, Cause.UNFIT)
+
+    def next_round(self, *, others_served: bool) -> None:
+        """Let engines that failed the sample be asked again, apart from those that do not do what it needs.
+
+        ``others_served``: whether the mesh has had an engine of ours. Raises what refused the sample if it need not
+        wait for another engine: one refused it because it is full, or none has come for :data:`UNFIT_SECONDS` that does
+        what it needs.
+        """
+        if self.overload is not None:
+            raise self.overload
+        if self.unfit is not None and not (others_served and asyncio.get_running_loop().time() < self._unfit_until):
+            raise self.unfit
+        self.exclude = list(self._unfit)
 
     async def wait_for_budget(self, engine_came: asyncio.Event) -> None:
         """Return when the budget of retries permits the next attempt, and it is known that the request has not killed

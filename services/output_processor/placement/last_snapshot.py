@@ -9,7 +9,7 @@ import numpy as np
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.hello import fingerprint_difference, is_foreign
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
@@ -70,6 +70,9 @@ class LastSnapshot:
         self._random_key = seed
         self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
         self._is_behind = False  # whether the columns lack loads that have arrived
+        self._mixes_numerics = False
+        self.had_own = False
+        """Whether an engine has been here that does not compute by a server of others."""
         self.only_engine: EngineKey | None = None
         """The engine that every pick would choose, because it is the only one and serves all roles."""
 
@@ -92,6 +95,8 @@ class LastSnapshot:
         self._taken_at = self._clock()
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
+        self._mixes_numerics = snapshot.mixes_numerics
+        self.had_own |= any(not is_foreign(entry.identity.fingerprint.numerics) for entry in self._entries)
         self._is_behind = True
         self._picks.clear()
         self._rings = None
@@ -199,7 +204,10 @@ class LastSnapshot:
     def _candidates(self, request: PickRequest, exclude: Collection[EngineKey]) -> Rows:
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
         if is_of_engine(request.fingerprint):
-            alike = rows[self._kinds.computing_as(request.fingerprint)[self._columns.kind[rows]]]
+            kinds = self._columns.kind[rows]
+            alike = rows[self._kinds.computing_as(request.fingerprint)[kinds]]
+            if not len(alike) and not self._mixes_numerics:
+                rows = rows[self._kinds.of_same_maker(request.fingerprint)[kinds]]
             rows = alike if len(alike) else rows
         if request.adapter:
             rows = np.array([row for row in rows if _has_adapter(self._entries[row], request.adapter)], np.intp)

@@ -187,13 +187,12 @@ class Placer:
             try:
                 return await self._place_now(request, submit, search.exclude, response)
             except (errors.Unavailable, errors.ResourceExhausted) as error:
-                if search.overload is not None:
-                    raise search.overload from None
-                if isinstance(error, errors.ResourceExhausted) and not search.is_admitted:
-                    raise
                 cause = error
             response = None
-            search.exclude = []
+            is_full = isinstance(cause, errors.ResourceExhausted) and not search.is_admitted
+            if is_full and search.overload is None:
+                raise cause
+            search.next_round(others_served=self._snapshot.had_own)
             await search.pause(engine_came, cause)
 
     async def _place_now(

@@ -29,6 +29,9 @@ class OutputProcessorMetrics:
         self._retries = Counter(
             name + "retries", "Legs placed again after their engine died, drained or was full.", registry=registry
         )
+        self._mixed = Counter(
+            name + "mixed_numerics", "Outputs that engines of different numerics generated.", registry=registry
+        )
         self._placement = fast_metrics.Histogram(
             registry,
             name + "placement_seconds",
@@ -45,5 +48,7 @@ class OutputProcessorMetrics:
         self._ended.get(finished.reason, self._unknown).inc()  # an engine of a newer release may know more reasons
         self._tokens.inc(finished.completion_tokens)
         self._retries.inc(max(finished.attempts - 1, 0))
+        if finished.timeline.mixed_numerics:
+            self._mixed.inc()
         self._placement.observe(finished.timeline.placement_ns / 1e9)
         self._detokenize.inc(finished.timeline.detokenize_ns / 1e9)

@@ -173,7 +173,9 @@ class RequestStages:
         """Send the prefill leg, or all of the sample, to an engine."""
         timeline, identity = self._output.timeline, attempt.link.identity
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
-        self._pool = attempt.link.serves
+        before, self._pool = self._pool, attempt.link.serves
+        if before is not None and self._output.token_ids and before.numerics != self._pool.numerics:
+            timeline.mixed_numerics = True
         self._prefill = attempt
         holds = not attempt.whole_request or (self._half is not None and self._half.hold)
         self._send(attempt, self._output.token_ids, hold_kv=holds)

@@ -26,6 +26,8 @@ PACKED_IDS = "packed_token_ids"
 """Names the feature of a hello whose sender reads ``Prompt.packed_token_ids``."""
 
 _COMPARED = ("model", "weights", "tokenizer", "block_hash_seed", "block_size", "kv_layout", "numerics")
+FOREIGN = ("vllm",)
+"""First words of the numerics of engines that compute by a server of others."""
 SERVED_FIELDS = ("model", "tokenizer")
 """What every part knows of the model that it serves; only engines know the others."""
 
@@ -96,6 +98,12 @@ def fingerprint_difference(
         if a and b and a != b:
             return f"{field} is {_show(b)}, expected {_show(a)}"
     return None
+
+
+def is_foreign(numerics: str) -> bool:
+    """Return whether an engine with these numerics computes by a server of others: it draws other random numbers, and
+    does less than an engine of ours."""
+    return numerics.partition("/")[0] in FOREIGN
 
 
 def engine_difference(ours: types_pb2.Fingerprint, theirs: types_pb2.Fingerprint, fields: Iterable[str]) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
-from tokenloom.request.errors import ResourceExhausted, TokenloomError, TryElsewhere, Unavailable
+from tokenloom.request.errors import EngineLacks, ResourceExhausted, TokenloomError, TryElsewhere, Unavailable
 
 RETRIES_PER_REQUEST: Final = 0.1
 """Each request earns a tenth of a retry."""
@@ -23,6 +23,8 @@ class Cause(Enum):
     """It does not answer in time, or failed. It may be overloaded, and may still compute."""
     FULL = auto()
     """It has no room; another one may."""
+    UNFIT = auto()
+    """It does not do what the request needs; one of another kind may. It has computed nothing."""
 
 
 def cause_of(error: TokenloomError) -> Cause | None:
@@ -30,6 +32,8 @@ def cause_of(error: TokenloomError) -> Cause | None:
     the same way, or the request ran into a limit of its tenant."""
     if isinstance(error, TryElsewhere):
         return Cause.GONE
+    if isinstance(error, EngineLacks):
+        return Cause.UNFIT
     if isinstance(error, Unavailable):
         return Cause.SILENT
     return Cause.FULL if type(error) is ResourceExhausted else None

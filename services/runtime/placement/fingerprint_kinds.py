@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tokenloom.services.runtime.peers.hello import engine_difference
+from tokenloom.services.runtime.peers.hello import engine_difference, is_foreign
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 from .engine_columns import BoolColumn
@@ -34,6 +34,11 @@ def weights_of(fingerprint: Fingerprint) -> tuple[bytes, frozenset[str]]:
     """Return what decides which answers an engine gives: its weights, and to what it rounds them when it loads them,
     which changes answers far more than the last bits of a logit."""
     return fingerprint.weights, ROUNDINGS.intersection(fingerprint.numerics.split("/"))
+
+
+def _maker(fingerprint: Fingerprint) -> str:
+    """Return whose code computes: the name of a server of others; empty: ours."""
+    return fingerprint.numerics.partition("/")[0] if is_foreign(fingerprint.numerics) else ""
 
 
 def is_of_engine(fingerprint: Fingerprint) -> bool:
@@ -76,6 +81,12 @@ class FingerprintKinds:
     def computing_as(self, asked: Fingerprint) -> BoolColumn:
         """Return for each kind whether its engines compute as that with ``asked`` does. Shape [kinds], at least 1."""
         return np.array([each.numerics == asked.numerics for each in self._fingerprints] or [False], np.bool_)
+
+    def of_same_maker(self, asked: Fingerprint) -> BoolColumn:
+        """Return for each kind whether its engines are ours where that with ``asked`` is, and otherwise compute by a
+        server of others like it. Shape [kinds], at least 1."""
+        maker = _maker(asked)
+        return np.array([_maker(each) == maker for each in self._fingerprints] or [False], np.bool_)
 
     def can_continue(self, first: int, second: int) -> bool:
         """Return whether engines of the ``second`` kind can read the KV of the ``first``."""

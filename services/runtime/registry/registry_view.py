@@ -42,6 +42,7 @@ class RegistryView:
         revision: Of the last message; 0: none has arrived.
         complete: False while a new coordinator waits for engines to join again.
         pd_threshold: Uncached prompt tokens below which an engine does the whole request.
+        mixes_numerics: Whether requests go on between engines of ours and servers of others.
         placement: The rule by which the coordinator compares engines.
         adapters: The LoRA adapters that all engines should have, by name.
         unloaded_adapters: Names of adapters that were unloaded, the latest last.
@@ -55,6 +56,7 @@ class RegistryView:
         self.revision = 0
         self.complete = False
         self.pd_threshold = 0
+        self.mixes_numerics = False
         self.placement = PlacementRule.PLACEMENT_RULE_UNSPECIFIED
         self.adapters: Sequence[Adapter] = ()
         self.unloaded_adapters: Sequence[str] = ()
@@ -169,6 +171,7 @@ class RegistryView:
         self.revision = message.revision
         self.complete = message.complete
         self.pd_threshold = message.pd_threshold
+        self.mixes_numerics = message.mixes_numerics
         self.placement = message.placement
         if message.HasField("desired"):
             self.desired = message.desired

@@ -10,7 +10,6 @@ from typing import Any
 import typer
 from msgspec.structs import replace
 
-from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.preflight.host import (
     check_addresses,
     check_certificate,
@@ -22,7 +21,7 @@ from tokenloom.preflight.host import (
     check_run_directory,
     platform_note,
 )
-from tokenloom.preflight.model import check_checkpoint
+from tokenloom.preflight.model import check_checkpoint, check_texts
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.engine.records.engine_settings import EngineSettings, KVEventsConfig
@@ -47,10 +46,14 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
     """Check the models, and the packages that compute them, for chosen options of ``serve``. Raises ``CannotServe``."""
     if note := platform_note():
         typer.echo(f"Warning: {note}", err=True)
-    engine = _engine_config(options)
+    settings = _engine_settings(options)
+    engine = settings.engine
     if any(options.encoder_counts):
         check_encoder_packages()
-    if engine.worker.worker == "model":  # the others compute no model
+    if settings.remote_vllm:  # what it computes, vLLM decides
+        for path in paths:
+            check_texts(path)
+    elif engine.worker.worker == "model":  # the others compute no model
         # A missing package cost up to 32 s and a traceback from each of five parts. Checked here without importing
         # torch, a mistake ends the command after 0.64 s of CPU.
         check_engine_packages()
@@ -63,17 +66,17 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
                 )
 
 
-def _engine_config(options: MeshOptions) -> EngineConfig:
+def _engine_settings(options: MeshOptions) -> EngineSettings:
     """Return the options of the engines, as they will read them. Raises ``CannotServe``."""
     try:
         settings = EngineSettings.read(options.flags.get("engine", ()), options.environment.get("engine", {}))
+        # The supervisor sets the size of a group, over whose engines experts are spread, when it starts each engine.
+        parallel = replace(settings.engine.parallel, data_parallel_size=options.ranks.size or 1)
+        settings = replace(settings, engine=replace(settings.engine, parallel=parallel, plugins=settings.plugins))
     except ValueError as error:
         raise CannotServe(f"engine: {error}") from None
     _check_kv_events(settings.kv_events_config, options)
-    read = settings.engine
-    # The supervisor sets the size of a group, over whose engines experts are spread, when it starts each engine.
-    parallel = replace(read.parallel, data_parallel_size=options.ranks.size or 1)
-    return replace(read, parallel=parallel, plugins=settings.plugins)
+    return settings
 
 
 def _check_kv_events(config: KVEventsConfig | None, options: MeshOptions) -> None:

@@ -1,10 +1,13 @@
 """Tests scores, counted picks and candidates: the registry with a clock that tests move."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tokenloom.request.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tokenloom.services.coordinator.engines.engine_pools import UNLIKE_SECONDS
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.picks.placed import Placed
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
@@ -338,3 +341,42 @@ def test_an_engine_without_kv_blocks_takes_what_its_context_holds(registry: Regi
     assert picked(registry.pick(request(4096, pools=True))) == "encoder"
     with pytest.raises(ResourceExhausted):
         registry.pick(request(4097, pools=True))
+
+
+def join_one_of_each(registry: Registry) -> tuple[EngineRecord, EngineRecord]:
+    return tuple(  # type: ignore[return-value]
+        registry.join(identity(name, weights=b"w", numerics=numerics), report())
+        for name, numerics in (("ours", "cpu/float32"), ("theirs", "vllm/0.32.0"))
+    )
+
+
+def continued_from(numerics: str) -> PickRequest:
+    return request(fingerprint=Fingerprint(model="m", weights=b"w", numerics=numerics, block_size=BLOCK_SIZE))
+
+
+def test_a_request_goes_on_at_a_server_of_others_only_where_that_is_allowed(clock: Clock) -> None:
+    strict = Registry(1, clock, policy=DEFAULT_POLICY, settle_seconds=0)
+    for left, started in ((0, "cpu/float32"), (1, "vllm/0.32.0")):
+        strict.leave(join_one_of_each(strict)[left])
+        with pytest.raises(Unavailable, match="computes as the one on which the request began"):
+            strict.pick(continued_from(started))
+    assert not strict._fall_backs.counts["other_numerics"]
+
+    mixing = Registry(1, clock, policy=replace(DEFAULT_POLICY, mixes_numerics=True), settle_seconds=0)
+    ours, theirs = join_one_of_each(mixing)
+    assert picked(mixing.pick(continued_from("vllm/0.32.0"))) == "theirs", "where it is computed alike"
+    mixing.leave(theirs)
+    assert picked(mixing.pick(continued_from("vllm/0.32.0"))) == "ours"
+    assert mixing._fall_backs.counts["other_numerics"] == 1
+    mixing.leave(ours)
+
+
+def test_a_request_goes_on_at_another_release_of_the_same_server(registry: Registry) -> None:
+    join_one_of_each(registry)
+    assert picked(registry.pick(continued_from("vllm/0.31.0"))) == "theirs"
+    assert picked(registry.pick(continued_from("cpu/bfloat16"))) == "ours"
+
+
+def test_new_requests_go_to_both_kinds(registry: Registry) -> None:
+    join_one_of_each(registry)
+    assert {picked(registry.pick(request(fingerprint=Fingerprint(model="m")))) for _ in range(2)} == {"ours", "theirs"}

@@ -42,3 +42,34 @@ def test_flag_environment_and_file_hold_the_same(monkeypatch: pytest.MonkeyPatch
     assert EngineSettings.load(["--config", str(file)]).engine.speculative == expected
     monkeypatch.setenv("TOKENLOOM_SPECULATIVE_CONFIG", text)
     assert EngineSettings.load([]).engine.speculative == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"speculative_config": '{"method":"ngram","num_speculative_tokens":3}'}, "--speculative-config"),
+        ({"role": "prefill"}, "--role"),
+        ({"num_kv_blocks": 5, "quantization": "int4"}, "--quantization, --num-kv-blocks"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"kv_events_config": "{}"}, "--kv-events-config"),
+    ],
+)
+def test_where_vllm_computes_options_of_a_core_are_refused_by_name(values: dict[str, object], named: str) -> None:
+    own = {"remote_vllm": "http://127.0.0.1:8000", "max_num_seqs": 8, "max_model_len": 64, "num_threads": 2}
+    assert EngineSettings.of(**own).remote_vllm == "http://127.0.0.1:8000"
+    with pytest.raises(ValueError, match=f"^--remote-vllm: .* leave out {named}"):
+        EngineSettings.of(**own, **values)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:99999", "http://me:key@host", "http://host/?a=1"]
+)
+def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must be http://host:port or https://host:port"):
+        EngineSettings.of(remote_vllm=url)
+
+
+def test_a_key_file_without_a_server_is_refused() -> None:
+    with pytest.raises(ValueError, match="of no use without --remote-vllm"):
+        EngineSettings.of(remote_vllm_key_file="/tmp/key")

@@ -16,7 +16,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineReport,
     Snapshot,
 )
-from tokenloom.v1.types_pb2 import Fingerprint
+from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
 
 FINGERPRINT = Fingerprint(model="m", tokenizer=b"t")
 NO_CHANNELS: Any = None
@@ -81,3 +81,22 @@ async def test_a_request_waits_for_the_first_engine() -> None:
     assert not waiting.done()
     taken(mesh, whole(entry(1, 0)))
     assert await waiting is mesh.limits
+
+
+async def test_what_servers_of_others_lack_limits_no_mesh_that_has_or_had_engines_of_its_own() -> None:
+    def limited(name: str, numerics: str, **limits: Any) -> EngineEntry:
+        served = Fingerprint(model="m", tokenizer=b"t", numerics=numerics)
+        values = {"vocab_size": 9, **limits}
+        identity = EngineIdentity(engine_id=name, fingerprint=served, limits=ModelLimits(**values))
+        return EngineEntry(identity=identity, report=EngineReport(state=ENGINE_STATE_SERVING))
+
+    ours = limited("ours", "cpu/float32", max_model_len=64, hidden_size=8, priorities=True)
+    theirs = limited("theirs", "vllm/0.32.0", max_model_len=32)
+    mesh = MeshView("", NO_CHANNELS)
+    mesh.follow_capacity(FINGERPRINT, lambda capacity: None)
+    seen = []
+    for entries in ((theirs,), (theirs, ours), (theirs,)):
+        taken(mesh, whole(*entries))
+        assert mesh.limits is not None
+        seen.append((mesh.limits.max_model_len, mesh.limits.hidden_size, mesh.limits.priorities))
+    assert seen == [(32, 0, False), (32, 8, True), (32, 8, True)]

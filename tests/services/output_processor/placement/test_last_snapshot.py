@@ -246,3 +246,21 @@ def test_a_prefix_is_placed_where_the_coordinator_has_placed_it_until_that_engin
     late.take(Snapshot.FromString(everything.data))
     again.update(late)
     assert again.pick(request).engine.engine_id == holder, "one that begins to watch learns it too"
+
+
+def test_a_request_goes_on_at_a_server_of_others_only_where_the_coordinator_allows_it() -> None:
+    ours, theirs = (identity(name, numerics=name, block_size=16) for name in ("cpu/float32", "vllm/0.32.0"))
+    for mixes in (False, True):
+        snapshot = LastSnapshot(OURS, Clock())
+        snapshot.update(view(engines=[entry(theirs)], complete=True, mixes_numerics=mixes))
+        assert not snapshot.had_own
+        assert pick(snapshot, PREFILL) == "vllm/0.32.0*", "a new request"
+        if mixes:
+            assert pick(snapshot, PREFILL, pool=ours.fingerprint) == "vllm/0.32.0*"
+        else:
+            with pytest.raises(Unavailable):
+                pick(snapshot, PREFILL, pool=ours.fingerprint)
+        snapshot.update(view(engines=[entry(ours)], complete=True, mixes_numerics=mixes))
+        assert snapshot.had_own
+        snapshot.update(view(engines=[entry(theirs)], complete=True, mixes_numerics=mixes))
+        assert snapshot.had_own, "it may come back"

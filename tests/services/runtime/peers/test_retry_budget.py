@@ -5,6 +5,7 @@ import pytest
 from tokenloom.request.errors import (
     DeadlineExceeded,
     EngineDied,
+    EngineLacks,
     Internal,
     InvalidArgument,
     RateLimitExceeded,
@@ -12,6 +13,7 @@ from tokenloom.request.errors import (
     TokenloomError,
     TryElsewhere,
     Unavailable,
+    Unimplemented,
 )
 from tokenloom.services.runtime.peers.retry_budget import MAX_RETRIES, Cause, RetryBudget, RetryDebt, cause_of
 
@@ -31,6 +33,8 @@ class Clock:
         (EngineDied("died"), Cause.GONE),
         (Unavailable("no answer"), Cause.SILENT),
         (ResourceExhausted("full"), Cause.FULL),
+        (EngineLacks("no grammars"), Cause.UNFIT),
+        (Unimplemented("no such call"), None),
         (RateLimitExceeded("quota"), None),
         (InvalidArgument("wrong"), None),
         (DeadlineExceeded("late"), None),

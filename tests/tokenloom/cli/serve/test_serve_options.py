@@ -252,3 +252,22 @@ def test_engines_that_would_publish_their_events_at_one_address_are_not_started(
         assert result.exit_code == status, result.output
         assert ("--kv-events-config: endpoint" in result.output or "kv" in result.output) == (status == 2)
     assert len(started) == 2
+
+
+def test_where_vllm_computes_its_models_are_not_ours_to_refuse(started: list[MeshOptions], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["NobodysForCausalLM"], "model_type": "no"}
+    (path / "config.json").write_text(json.dumps(config))
+    arguments = ["serve", str(path), "--port", "0"]
+    assert "NobodysForCausalLM" in CliRunner().invoke(app, arguments).output
+    remote = [*arguments, "--remote-vllm", "http://127.0.0.1:8100"]
+    result = CliRunner().invoke(app, remote)
+    assert result.exit_code == 0, result.output
+    assert "--remote-vllm=http://127.0.0.1:8100" in started[0].flags["engine"]
+    for more in (["--enable-lora"], ["--prefill", "1", "--decode", "1"], ["--data-parallel-size", "2"]):
+        result = CliRunner().invoke(app, [*remote, *more])
+        assert result.exit_code == 2, result.output
+        assert "--remote-vllm: vLLM computes" in result.stderr
+    assert len(started) == 1

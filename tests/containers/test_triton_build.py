@@ -23,7 +23,6 @@ _STAGES = {
 # Builds what `CudaUtils` of Triton's driver does, of the same file and in the same way; only loading it needs a GPU.
 _BUILD = """
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from triton.backends import nvidia
 from triton.runtime import build

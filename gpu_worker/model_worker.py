@@ -408,6 +408,9 @@ class ModelWorker:
             self._pages.begin()
         elif "kv_cache" in tags and self._pool is None:
             self._require_runner().make_kv_caches()
+        if self._require_slot().is_loaded and self._require_runner().kv_caches:
+            # As at the start: a first request of each size would wait for the capture of its graph.
+            self._require_runner().record_ahead()
 
     def check_weights(self, path: str) -> None:
         self._require_slot().check(Path(path))

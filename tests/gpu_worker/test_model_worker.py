@@ -101,6 +101,24 @@ def test_what_graphs_keep_is_left_out_of_the_kv_pool(monkeypatch):
     assert left[True] - left[False] == num_graphs * BYTES_OF_GRAPH
 
 
+def test_graphs_are_captured_before_it_is_awake(monkeypatch):
+    use_tensor_backend(monkeypatch)
+    platform, num_graphs = LatePlatform(), len(row_buckets(8)) + len(token_buckets(64))
+    worker = ModelWorker(make_config(), platform)
+    core = EngineCore(make_config(), UniProcExecutor(worker))
+    before = generate(core, ["greedy"])
+    core.reset_prefix_cache()
+    assert len(platform.capture.graphs) == num_graphs
+    worker.sleep(1)
+    worker.wake_up(["weights"])
+    assert len(platform.capture.graphs) == num_graphs, "there are no KV caches to write to"
+    worker.wake_up(["kv_cache"])
+    assert len(platform.capture.graphs) == 2 * num_graphs
+    assert generate(core, ["greedy"]) == before
+    assert len(platform.capture.graphs) == 2 * num_graphs, "no request waited for one"
+    core.shutdown()
+
+
 def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
     config, platform = make_config(), ApartPlatform()
     worker = ModelWorker(config, platform)

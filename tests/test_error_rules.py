@@ -19,7 +19,7 @@ KEPT = {
     "encoder/sound_decoders.py:read": "its caller is the edge of one Put",
     "engine/control/data_parallel.py:start_wave": "sends one number to the core, which may be dead or refuse it",
     "engine/core/core_link.py:run_aborts": "sends names to the core, which may be dead or refuse them",
-    "engine/kv/kv_link.py:run": "reads what this engine's own core sends",
+    "engine/kv/kv_loads.py:run": "reads what this engine's own core sends",
     "engine/kv/kv_loads.py:_hold": "its caller is the edge of one load",
     "engine/service.py:_start": "any other error ends the start",
     "engine/running_engine.py:_run_core": "an engine without its core's outputs is to be replaced",

@@ -32,8 +32,16 @@ from ..data.parallel_config import ExpertPeers
 from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput, StateBases
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
-from .hash_row import HashRow, cross_entries, hash_logprobs, hash_pooled, hash_pooling
-from .hash_states import STATE_BYTES, HashStates, hash_run
+from .hash_row import (
+    STATE_BYTES,
+    HashRow,
+    HashStates,
+    cross_entries,
+    hash_logprobs,
+    hash_pooled,
+    hash_pooling,
+    hash_run,
+)
 
 
 class HashLoras:

@@ -9,8 +9,7 @@ from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
 from .block_holders import BlockHolders
-from .block_log import BLOCK_BYTES, SEARCHABLE_BLOCK_BYTES, BlockLog, LoggedBlocks
-from .hash_runs import HashRuns
+from .block_log import BLOCK_BYTES, SEARCHABLE_BLOCK_BYTES, BlockLog, HashRuns, LoggedBlocks
 from .hash_table import Values, Words, words_of
 
 MAX_BLOCKS = 1 << 16

@@ -25,8 +25,7 @@ from ..core.core_link import CoreLink
 from ..records.core_request import LEASE_ID_BYTES
 from ..records.engine_settings import EngineSettings
 from ..records.load import LoadTracker
-from .kv_link import KVLink
-from .kv_loads import KVLoads, ReaderConfig
+from .kv_loads import KVLink, KVLoads, ReaderConfig
 from .kv_peers import EngineRegistry
 
 DIGEST_BYTES = 32

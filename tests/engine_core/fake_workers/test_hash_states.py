@@ -8,8 +8,7 @@ import pytest
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput, StateRun
-from tokenloom.engine_core.fake_workers.hash_row import HashRow
-from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES, HashStates, hash_run
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES, HashRow, HashStates, hash_run
 
 TOKENS = np.column_stack((np.arange(150), np.arange(150))).astype(np.int32)
 

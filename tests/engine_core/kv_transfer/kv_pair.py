@@ -27,7 +27,7 @@ from tokenloom.engine_core.data.kv_messages import (
     KVVerify,
 )
 from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, FinishReason
-from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer.block_loads import LoadOrder
 from tokenloom.engine_core.kv_transfer.core_kv import CoreKV

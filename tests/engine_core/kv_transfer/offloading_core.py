@@ -15,7 +15,7 @@ from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import KVConfig
 from tokenloom.engine_core.data.messages import EngineCoreOutput, SessionTurn
-from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.offload_tier import TierLoad

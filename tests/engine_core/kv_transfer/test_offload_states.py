@@ -10,7 +10,7 @@ from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_transfer.offloading_core import BLOCK_SIZE, OffloadingCore, expected, prompt_of, rot
-from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES
 
 LARGE = 10_000
 CHUNK = 6

@@ -12,7 +12,7 @@ from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS
 from tests.engine_core.kv_transfer.kv_pair import Pair
 from tokenloom.engine_core.data.config import KVConfig
-from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 FAULTS = ("lease_expires", "blocks_reused", "wrong_layout", "copy_fails", "torn_copy", "verify_twice", "verdict_lost")

@@ -6,7 +6,7 @@ from tests.engine_core.helpers import VOCAB_SIZE
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.kv_transfer.kv_pair import Pair, PairRequest
 from tokenloom.engine_core.data.config import KVConfig
-from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 LARGE = 10_000

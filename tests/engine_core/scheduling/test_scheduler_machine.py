@@ -46,7 +46,7 @@ from tokenloom.engine_core.data.kv_events import (
 )
 from tokenloom.engine_core.data.kv_groups import KVNeed
 from tokenloom.engine_core.data.messages import FinishReason, RowsWanted
-from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
 from tokenloom.engine_core.scheduling.drafts import DraftCosts

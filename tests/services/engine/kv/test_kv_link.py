@@ -7,7 +7,7 @@ from tests.services.engine.kv.kv_fakes import FakeCore
 from tokenloom.engine_core.data.errors import EngineDeadError
 from tokenloom.engine_core.data.kv_messages import KVAnswer, KVCall, KVEvent, KVRemoteProgress, KVRenew, KVVerify
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.engine.kv.kv_link import KVLink
+from tokenloom.services.engine.kv.kv_loads import KVLink
 
 
 class MortalCore(FakeCore):

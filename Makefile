@@ -25,10 +25,10 @@ PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/edit
 LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/parity tests/mesh/faults
 # Short forms of the benchmarks, and what idle and busy meshes take of a processor: another one.
 BENCHMARK_TESTS := tests/benchmarks tests/e2e/test_busy.py tests/e2e/test_idle.py
-# Kernels built for other processors and for GPUs, models in parts on several workers and on Ray, and a sample of the
-# pairs of features: another one.
+# Kernels built for other processors and for GPUs, models in parts on several workers and on Ray, a server of LMCache, and
+# a sample of the pairs of features: another one.
 PLATFORM_TESTS := tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py \
-	tests/gpu_worker/kernels/test_not_finite_levels.py \
+	tests/gpu_worker/kernels/test_not_finite_levels.py tests/engine_core/kv_transfer/test_lmcache_server.py \
 	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks tests/matrix
 TRITON_TESTS := tests/gpu_worker/kernels/triton --ignore=tests/gpu_worker/kernels/triton/test_machine_code.py
 OTHER_TESTS := $(BENCHMARK_TESTS) $(PLATFORM_TESTS)
@@ -197,7 +197,16 @@ test-long: install ## run the tests of whole meshes, of lost parts and of parity
 test-benchmarks: install ## run short forms of the benchmarks, and measure what idle and busy meshes take (2 minutes)
 	$(PYTEST) $(BENCHMARK_TESTS)
 
-test-platforms: install ## check kernels built for other processors and an H100, models on several workers, and some pairs of features (5 minutes)
+lmcache: .lmcache/bin/python ## install LMCache's server into .lmcache, for the test of stores that share KV blocks
+
+# Without what its package asks for beside the server: CUDA's Python, clouds and a web framework. torch is that of .venv.
+.lmcache/bin/python: | install
+	$(PYTHON) -m venv .lmcache
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(.lmcache/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
+	.lmcache/bin/pip install --quiet aiohttp cachetools numba py-cpuinfo
+	.lmcache/bin/pip install --quiet --no-deps lmcache==0.5.6
+
+test-platforms: install lmcache ## check kernels built for other processors and an H100, models on several workers, and some pairs of features (5 minutes)
 	$(PYTEST) $(PLATFORM_TESTS)
 
 # The oldest version of Triton that pyproject.toml allows, which machines with a GPU have, beside the newest.
@@ -306,4 +315,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos stubs docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check gpu-rehearsal test-triton bench house house-check chart chart-check docs-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lmcache lint types pyright check-protos lint-protos breaking-protos release-protos protos stubs docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check gpu-rehearsal test-triton bench house house-check chart chart-check docs-check wheel-check pictures site help

@@ -168,6 +168,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "has_work": core.has_work,
         "check_weights": core.sleeping.check_weights,
         "reload_weights": core.sleeping.reload_weights,
+        "share_kv": core.scheduler.share_kv,
         "profile": profile,
         "collective_rpc": collective_rpc,
         "check_health": core.check_health,

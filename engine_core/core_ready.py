@@ -35,7 +35,7 @@ def core_ready(
         max_model_len=kv_cache.max_model_len,
         vocab_size=model.vocab_size,
         block_size=config.cache.block_size,
-        kv_layout=common_layout(model.kv_layout),
+        kv_layout=config.kv.layout_of(common_layout(model.kv_layout)),
         numerics="/".join((model.numerics, *marks(config.plugins, "numerics"))),
         hidden_size=model.hidden_size,
         num_state_slots=kv_cache.num_state_slots,
@@ -105,8 +105,10 @@ def encoder_config(config: EngineConfig, max_model_len: int) -> EngineConfig:
     No prompt is longer than a step. Blocks hold no bytes, and are so many that no request ever waits for one. Raises
     ``ValueError`` naming a setting that is not possible.
     """
-    if config.kv.transports or config.kv.offload_path or config.speculative is not None:
-        raise ValueError("an encoder keeps no KV; do not set kv_transports, kv_offload_path or speculative_config")
+    keeps = [name for name, value in {"kv_transports": config.kv.transports, **config.kv.tiers}.items() if value]
+    if keeps or config.speculative is not None:
+        wrong = " or ".join([*keeps, *(["speculative_config"] if config.speculative is not None else [])])
+        raise ValueError(f"an encoder keeps no KV; do not set {wrong}")
     scheduler = config.scheduler
     if config.max_model_len is not None and config.max_model_len > scheduler.max_num_batched_tokens:
         raise ValueError(

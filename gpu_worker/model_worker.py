@@ -21,7 +21,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
-from tokenloom.process.plugins import load, marks
+from tokenloom.process.plugins import kv_marks, load
 
 from .attention.attention_backend import TOKENWISE, AttentionBackend
 from .attention.attention_backends import make_attention_backend
@@ -316,7 +316,7 @@ class ModelWorker:
         each backend of a package in another."""
         parts = [self._pool_layers.layout(block_size)]
         if self._plugged_backend is not None:
-            parts += [*marks(self._config.plugins, "kv_layout"), self._config.worker.attention_backend]
+            parts += kv_marks([self._config.worker.attention_backend])
         return "/".join(parts)
 
     def _slots_at(self, num_blocks: int) -> int:

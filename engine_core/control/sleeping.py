@@ -168,6 +168,7 @@ class Sleeping:
         # A worker that refused a checkpoint after others had loaded it left a tensor-parallel engine answering from a
         # mixture.
         self.check_weights(path)
+        self._scheduler.share_kv(b"")  # until the front says which weights these are
         try:
             self._executor.collective_rpc("reload_weights", path)
         except BaseException as error:

@@ -14,6 +14,8 @@ from msgspec import Meta, Struct
 from tokenloom.process.plugins import check_named, plugged
 from tokenloom.request.reasoning import PARSERS, ReasoningMarks
 
+from .kv_config import KVConfig as KVConfig
+from .kv_config import TLSFiles as TLSFiles
 from .lora import LoraConfig as LoraConfig
 from .parallel_config import EplbConfig as EplbConfig
 from .parallel_config import ParallelConfig as ParallelConfig
@@ -86,7 +88,6 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "reference")
 DEVICES = ("auto", "cpu", "cuda", "xpu")
-TRANSPORTS = ("auto", "cuda", "shm", "nixl", "socket")
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
@@ -312,68 +313,6 @@ class SchedulerConfig(Struct, frozen=True):
     ] = 0.01
 
 
-class TLSFiles(Struct, frozen=True):
-    """The paths of a part's certificate, in PEM."""
-
-    ca: str
-    cert: str
-    key: str
-    peer_name: str
-    """The name in the certificates of the peers that may connect or be connected to."""
-
-
-class KVConfig(Struct, frozen=True):
-    """KV blocks that move: between engines under leases, and out of the pool and back."""
-
-    role: Annotated[
-        Literal["both", "prefill", "decode"], "Which part of a request this engine computes: prefill, decode or both."
-    ] = "both"
-    transports: Annotated[
-        tuple[str, ...],
-        "Ways to read KV blocks of another engine, best first: auto, cuda, shm, nixl, socket, or plugins, as "
-        "PACKAGE:NAME; by default auto for the roles prefill and decode, and none for both.",
-        Meta(extra={"name": "kv_transports", **plugged("kv_transports", TRANSPORTS)}),
-    ] = ()
-    socket_listen: Annotated[
-        str,
-        "Address (host:port) of the transport socket; empty: only engines on this host can read. Workers on Ray listen "
-        "at the addresses of their machines instead, on ports that the system chooses.",
-        Meta(extra={"name": "kv_socket_listen"}),
-    ] = ""
-    socket_advertise: Annotated[
-        str,
-        "Host name under which engines reach that address; by default the host listened on.",
-        Meta(extra={"name": "kv_socket_advertise"}),
-    ] = ""
-    socket_tls: TLSFiles | None = None
-    """None: the socket transport stays on this host."""
-    policy: Annotated[
-        Literal["recompute", "fail"],
-        "What happens if KV blocks cannot be loaded: recompute them here, or fail the request with a retryable error.",
-        Meta(extra={"name": "kv_policy"}),
-    ] = "recompute"
-    checksum: Annotated[bool, "Compare a CRC-32 of every KV block that moved.", Meta(extra={"name": "kv_checksum"})] = (
-        False
-    )
-    lease_seconds: Annotated[
-        Seconds,
-        "Seconds that the KV blocks of a finished prefill are held unless the reader renews the lease.",
-        Meta(extra={"name": "kv_lease_seconds"}),
-    ] = 30.0
-    load_timeout_seconds: Annotated[
-        Seconds,
-        "Seconds without progress after which loading KV blocks is given up.",
-        Meta(extra={"name": "kv_load_timeout"}),
-    ] = 30.0
-    offload_path: Annotated[
-        str,
-        "Directory of a file for evicted KV blocks; empty: they are dropped.",
-        Meta(extra={"name": "kv_offload_path"}),
-    ] = ""
-    offload_bytes: Annotated[Size, "Largest size of that file.", Meta(extra={"name": "kv_offload_bytes"})] = 0
-    failpoints: Annotated[tuple[str, ...], "Faults to inject in tests: name=share, separated by commas."] = ()
-
-
 class StructuredOutputConfig(Struct, frozen=True):
     """How outputs are made to follow a grammar."""
 
@@ -468,8 +407,7 @@ class EngineConfig(Struct, frozen=True):
             distributed_executor_backend=self.parallel.distributed_executor_backend,
             structured_outputs_backend=self.structured_output.backend if self.structured_output else "auto",
         )
-        for name in self.kv.transports:
-            check_named(plugins, kv_transports=name)
+        self.kv.check_plugins(plugins)
 
     def check_core_place(self, *, has_waves: bool) -> None:
         """Raise ``ValueError``, naming the settings, for what a core in an actor of a Ray cluster does not do.
@@ -495,7 +433,7 @@ class EngineConfig(Struct, frozen=True):
         settings = {
             f"role {self.kv.role}": self.kv.role != "both",
             "kv_transports": self.kv.transports,
-            "kv_offload_path": self.kv.offload_path,
+            **self.kv.tiers,
             "decode_context_parallel_size above 1": self.parallel.decode_context_parallel_size > 1,
             "prefill_context_parallel_size above 1": self.parallel.prefill_context_parallel_size > 1,
             "speculative_config": self.speculative,
@@ -512,6 +450,8 @@ class EngineConfig(Struct, frozen=True):
             if self.cache.state_memory_bytes is not None:
                 raise ValueError("state_memory_bytes: no layer of this model keeps a state; leave it out")
             return
+        if self.kv.store:
+            raise ValueError("kv_store: layers of this model keep a state, which stores do not share; leave it out")
         scheduler = self.scheduler
         if chunk == 1:
             return

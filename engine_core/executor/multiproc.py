@@ -146,7 +146,7 @@ class MultiprocExecutor:
         self._is_closing = False
         self._watch = WorkerWatch()
         self._arena = ArrayArena(0)
-        moves_kv = bool(config.kv.transports or config.kv.offload_path)
+        moves_kv = bool(config.kv.transports or config.kv.tier)
         self._pools = RankPools(world_size, parallel.prefill_context_parallel_size) if moves_kv else None
         self._pool: KVPool | None = None
         self.output_rank = parallel.output_rank

@@ -50,7 +50,7 @@ def serves_parts(config: EngineConfig) -> bool:
     """Return whether each worker on Ray keeps a KV pool of its own and serves it, so that it may be on any machine:
     other engines read over the network, and nothing else needs the pool in the memory of the core's machine."""
     kv = config.kv
-    return kv.transports == ("socket",) and bool(kv.socket_listen) and not kv.offload_path
+    return kv.transports == ("socket",) and bool(kv.socket_listen) and not kv.tier
 
 
 class SampleMessage(msgspec.Struct, array_like=True, gc=False):
@@ -200,7 +200,7 @@ class RayExecutor:
         self._lock = threading.Lock()
         self._group: Any = None
         self._liveness: WorkerLiveness | None = None
-        self._moves_kv = bool(config.kv.transports or config.kv.offload_path)
+        self._moves_kv = bool(config.kv.transports or config.kv.tier)
         self._make_transport = make_transport if serves_parts(config) else None
         self._config = config
         self._num_copies = config.parallel.prefill_context_parallel_size

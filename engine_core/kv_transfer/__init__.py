@@ -1,1 +1,1 @@
-"""KV blocks that move: connectors, leases, loads, transports and the offload tier."""
+"""KV blocks that move: connectors, leases, loads, transports, the offload tier, and stores that engines share."""

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tokenloom.process.plugins import load
+
 from ..data.config import EngineConfig, KVConfig
+from ..data.kv_config import store_place
 from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
@@ -48,12 +51,16 @@ class MultiConnector:
             num_tokens, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens)
             # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
             if num_tokens is None:
-                return None, False
+                return None, beside
             if num_tokens:
                 self._loader[request.request_id] = index
                 return num_tokens, beside
         self._loader.pop(request.request_id, None)
         return 0, False
+
+    def share(self, identity: bytes) -> None:
+        for connector in self._connectors:
+            connector.share(identity)
 
     def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
         loader = self._loader.pop(request.request_id, None)
@@ -192,6 +199,7 @@ def make_core_kv(
     kv = config.kv
     if kv.policy not in ("recompute", "fail"):
         raise ValueError(f"kv.policy is {kv.policy!r}; it must be recompute or fail")
+    kv.check_store(enable_prefix_caching=config.cache.enable_prefix_caching)
     failpoints = Failpoints(kv.failpoints)
     connectors: list[KVConnector] = []
     service = None
@@ -201,6 +209,42 @@ def make_core_kv(
     # After the pull: a file answers for prompts in general, while a lease was taken for this very request.
     if kv.offload_path:
         connectors.append(OffloadConnector(config.cache, Path(kv.offload_path), kv.offload_bytes))
+    if kv.store:
+        connectors.append(_store_connector(config))
+    if kv.connector:
+        connectors.append(_plugged_connector(config))
     if not connectors:
         return None
     return CoreKV(connectors[0] if len(connectors) == 1 else MultiConnector(connectors), failpoints, service)
+
+
+def _store_connector(config: EngineConfig) -> KVConnector:
+    """Return what shares blocks through a store. Raises ``ValueError`` if a folder cannot be used."""
+    from .block_store import FolderStore, StoreError  # here, as below: most engines share none
+    from .lmcache_store import MOST_VALUE_BYTES, LMCacheStore
+    from .store_connector import StoreConnector
+
+    kv, place = config.kv, store_place(config.kv.store)
+
+    def open_store() -> FolderStore | LMCacheStore:
+        if place.folder:
+            return FolderStore(Path(place.folder), kv.store_bytes, kv.store_timeout_seconds)
+        return LMCacheStore(place.host, place.port, kv.store_timeout_seconds)
+
+    try:
+        open_store().close()  # which connects to no server: one that is not there yet may come
+    except StoreError as error:
+        raise ValueError(f"kv_store: {error}") from error
+    return StoreConnector(
+        config.cache,
+        open_store,
+        FolderStore.label if place.folder else LMCacheStore.label,
+        timeout=kv.store_timeout_seconds,
+        load_timeout=kv.load_timeout_seconds,
+        most_value_bytes=kv.store_bytes if place.folder else MOST_VALUE_BYTES,
+    )
+
+
+def _plugged_connector(config: EngineConfig) -> KVConnector:
+    connector: KVConnector = load("kv_connectors", config.kv.connector, config.plugins)(config)
+    return connector

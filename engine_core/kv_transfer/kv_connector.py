@@ -67,12 +67,21 @@ class KVConnectorScheduler(Protocol):
         """Called first: gives the pool whose block generations and evictions the connector may follow, and the slots of
         states; None: no layer keeps one."""
 
+    def share(self, identity: bytes) -> None:
+        """Use blocks of engines with this identity from now on, a digest of weights, numerics and what else decides the
+        content of blocks, and give them those of this engine. Empty, as at first: it is not known which weights the
+        model has, or they are about to change, and no block may be shared by its name.
+
+        Called when the pool is allocated, and whenever no request runs.
+        """
+
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first ``num_computed_tokens`` (cache hits) can be loaded, and whether they
         are loaded next to the steps, which is True unless there is nothing to load.
 
-        None as the first value means that the answer is not known yet: ask again at the next step, or after
-        ``on_update``.
+        None as the first value means that the answer is not known yet. With True, the request waits beside the queue
+        until ``get_finished`` names it as received, and is asked about again; otherwise it stays at the head of the
+        queue, and is asked about at the next step or after ``on_update``.
         """
 
     def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:

@@ -82,6 +82,7 @@ class KVService:
         self._endpoints = Endpoints(self._transports, clock)
         self._pool: KVPool | None = None
         self._layout = ""  # what the pool's has in common with others
+        self._compared_layout = ""  # with the plugins that move its blocks
         self._copier: KVCopier | None = None
         self._loads = Loads(
             copy=self._copy,
@@ -97,6 +98,7 @@ class KVService:
         """Serve the pool from now on: readers read it, and loads fill it."""
         self._pool = pool
         self._layout = common_layout(pool.layout)
+        self._compared_layout = self._config.layout_of(self._layout)
         self._endpoints.serve(pool)
         self._copier = KVCopier(
             pool, self._transports, self._executor, self._failpoints, checksum=self._config.checksum
@@ -203,7 +205,7 @@ class KVService:
     def _acquire(self, call: KVAcquire) -> KVAnswer:
         assert self._pool is not None, "register comes first"
         # The name of a layout holds dtype, heads and groups: bytes of another one would be read as plausible KV.
-        layout = self._layout
+        layout = self._compared_layout
         if call.kv_layout != layout or self._failpoints.fires("wrong_layout"):
             raise KVTransferError("layout", f"the owner's KV layout is {layout}, the reader's is {call.kv_layout}")
         name = self._endpoints.choose(call.transports)
@@ -222,7 +224,7 @@ class KVService:
             block_ids=lease.block_ids,
             generations=lease.generations,
             num_tokens=lease.num_tokens,
-            layout="" if layout == self._pool.layout else self._pool.layout,
+            layout="" if self._layout == self._pool.layout else self._pool.layout,
         )
         return KVAnswer(call.call_id, target=target, ttl_seconds=ttl)
 

@@ -117,6 +117,9 @@ class OffloadConnector:
         self._evictions.clear()
         self._evicted_bytes = 0
 
+    def share(self, identity: bytes) -> None:
+        pass
+
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
         first = num_computed_tokens // self._block_size

@@ -70,6 +70,9 @@ class PullConnector:
         self._leases.generations = pool.generations if states is None else _Generations(pool, states.pool)
         self._num_groups = pool.num_groups
 
+    def share(self, identity: bytes) -> None:
+        pass
+
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.remote is None or (target := request.remote.target) is None or request.parked is not None:
             return 0, False

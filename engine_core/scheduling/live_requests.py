@@ -282,7 +282,12 @@ class Admission:
             num_here = self._kv.num_hit_tokens(hits, request.kv) if hits else request.kv.num_computed_tokens
             num_external = 0 if self._remote is None else self._num_external_tokens(request, num_here)
             if num_external is None:
-                return None
+                assert self._remote is not None
+                if not self._remote.waits_beside:
+                    return None
+                self._queue.remove(request)  # those behind it need not wait for a store
+                self._remote.wait_for_answer(request)
+                continue
             if not num_external and request.kv.remote is not None and request.kv.remote.awaits_tokens:
                 assert self._remote is not None
                 self._queue.remove(request)

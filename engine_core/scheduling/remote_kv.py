@@ -30,6 +30,8 @@ class RemoteKV:
         self._kv = kv
         self._fail = policy == "fail"
         self._clock = clock
+        self.waits_beside = False
+        """Whether the request that was asked about last, if the answer is not known yet, can wait beside the queue."""
         self._waiting: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
         """Loads in progress, including those of ended requests, whose blocks stay allocated until the load ends."""
@@ -61,7 +63,14 @@ class RemoteKV:
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the number of tokens to load after the first ``num_computed_tokens``; None if not known yet."""
-        return self.connector.get_num_new_matched_tokens(request.kv, num_computed_tokens)[0]
+        num_tokens, self.waits_beside = self.connector.get_num_new_matched_tokens(request.kv, num_computed_tokens)
+        return num_tokens
+
+    def wait_for_answer(self, request: Request) -> None:
+        """Make a request wait beside the queue until it is known what can be loaded."""
+        request.kv.remote = request.kv.remote or RemoteKVState()
+        self._loading[request.request_id] = request
+        self.wait(request)
 
     def load(self, request: Request, num_external_tokens: int) -> None:
         """Start to load the blocks of an admitted request, which waits until then."""

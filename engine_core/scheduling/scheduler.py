@@ -347,6 +347,11 @@ class Scheduler:
         self.kv.pool.forget_all()
         return True
 
+    def share_kv(self, identity: bytes) -> None:
+        """Say whose cached blocks this engine may use and may give others; see :meth:`KVConnectorScheduler.share`."""
+        if self._remote is not None:
+            self._remote.connector.share(identity)
+
     def end_leases(self) -> None:
         """Take back all blocks that are leased to other engines, which then compute them themselves."""
         while self._remote is not None and self._remote.revoke_oldest():

@@ -107,6 +107,44 @@ def memory():
     return SharedMemoryTransport()
 
 
+SHELF = {}
+
+
+class Shelf:
+    """Keeps KV blocks of all engines of this process in its memory, as values by keys of 32 bytes."""
+
+    label = "shelf"
+
+    def find(self, keys, *, in_order):
+        """Return the keys that have values."""
+        return SHELF.keys() & set(keys)
+
+    def read(self, keys, nbytes):
+        """Yield the value of each key; None: it has none."""
+        yield from map(SHELF.get, keys)
+
+    def write(self, key, parts):
+        """Store a value, unless there is one or the shelf is full. Returns whether it did."""
+        if key in SHELF or len(SHELF) >= 1000:
+            return False
+        SHELF[key] = b"".join(parts)
+        return True
+
+    def remove(self, key):
+        """Remove a value that is wrong."""
+        SHELF.pop(key, None)
+
+    def close(self):
+        """Leave the values where they are."""
+
+
+def shelf(config):
+    """Return what saves the engine's KV blocks when they are computed, and loads them where a prompt begins alike."""
+    from tokenloom.engine_core.kv_transfer.store_connector import StoreConnector
+
+    return StoreConnector(config.cache, Shelf, Shelf.label, timeout=1.0, load_timeout=30.0)
+
+
 def lark(*arguments, **options):
     """Return what makes outputs follow a grammar: llguidance."""
     from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend

@@ -102,10 +102,11 @@ def check_options(config: EngineConfig) -> None:
 def _check_divided_prompts(config: EngineConfig) -> None:
     """Raise ``ValueError`` naming what the ranks that divide prompts do not have beside that."""
     parallel, drafts = config.parallel, config.speculative
-    if drafts is not None and drafts.writes_kv and (config.kv.transports or config.kv.offload_path):
+    moves = [name for name, value in {"kv_transports": config.kv.transports, **config.kv.tiers}.items() if value]
+    if drafts is not None and drafts.writes_kv and moves:
         raise ValueError(
             "prefill_context_parallel_size: KV does not move where one worker has the KV of what drafts: leave out "
-            f"the method {drafts.method}, or kv_transports and kv_offload_path"
+            f"the method {drafts.method}, or {' and '.join(moves)}"
         )
     others = {
         "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
@@ -250,6 +251,10 @@ def check_apart(config: EngineConfig, kind: str) -> None:
     """Raise ``ValueError`` naming an option that is not supported with KV in the memory of a device of this kind."""
     if config.kv.offload_path:
         raise ValueError(f"kv_offload_path: KV on {kind} is not offloaded to files yet")
+    if config.kv.store:
+        raise ValueError(f"kv_store: KV on {kind} is not shared through stores yet")
+    if config.kv.connector:
+        raise ValueError(f"kv_connector: KV on {kind} is not given to connectors of plugins yet")
     if config.worker.batch_invariant:
         raise ValueError(f"batch_invariant: products on {kind} follow the batch: choose --device cpu")
     if config.worker.quantization not in (None, "fp8"):

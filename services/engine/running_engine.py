@@ -119,11 +119,18 @@ class RunningEngine:
         if self.coordinator is not None:
             self.coordinator.set_role(role)
 
+    async def share_kv(self) -> None:
+        """Let the core use KV blocks of engines with the same weights, and give them its own, if its settings say so.
+        Until then, and while weights change, it shares none."""
+        if self.identity.shares_kv:
+            await self.core.call("share_kv", self.identity.kv)
+
     async def publish_weights(self, weights: bytes, path: str) -> None:
         """Report the fingerprint of new weights, and the checkpoint that has them: another process in this one's place
         loads it too. Streams are ended, because peers learn the fingerprint when they connect."""
         self.identity.fingerprint.weights = weights
         self.identity.facts.weights_path = path
+        await self.share_kv()
         if self.coordinator is not None:
             self.coordinator.rejoin()
         await self.streams.close(Unavailable("the engine's weights were replaced; reconnect"), CLOSE_SECONDS)

@@ -103,7 +103,7 @@ async def _start(
         core.kv_events.outlet = publish
     if core.rows is not None:
         undo.push_async_callback(core.rows.close)
-    fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)
+    fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings.engine)
     if await asyncio.to_thread(weights_stamps, path, settings.engine.worker) != stamps:  # which did the core load?
         raise FailedPrecondition(f"the files of {path} changed while they were loaded; start the engine again")
     host.publish(max_model_len=core.ready.max_model_len)
@@ -141,6 +141,7 @@ async def _start(
         host.spawn(follower.run(), name="engine-state")
         host.spawn(coordinator.run(CoordinatorCommands(engine, follower)), name="engine-coordinator")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
+    await engine.share_kv()
     return engine
 
 

@@ -42,6 +42,7 @@ def mesh(serve: Any, packages: Path) -> Any:
         "device": "host",
         "distributed-executor-backend": "in_process",
         "kv-transports": "memory",
+        "kv-connector": "shelf",
         "authentication": "team",
         "fronts": "tgi",
     }

@@ -100,6 +100,7 @@ def engine_config(keywords: Mapping[str, Any], plugins: str | Sequence[str] = ()
         raise TypeError(f"LLM() has no keyword argument {error}") from None
     names = check_plugins(plugins.split(",") if isinstance(plugins, str) else plugins, "engine")
     config.check_plugins(names)
+    config.kv.check_store(enable_prefix_caching=config.cache.enable_prefix_caching)
     config = replace(config, plugins=names)
     if config.parallel.group_id:
         raise ValueError("data_parallel_size: LLM runs one engine; serve a group with `tokenloom serve`")

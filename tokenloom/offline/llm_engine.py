@@ -16,7 +16,7 @@ from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.engine.records.engine_settings import for_checkpoint
 from tokenloom.services.engine.records.grammar_config import reasoning_mode
-from tokenloom.services.engine.records.identity import media_limits, pooling_limits
+from tokenloom.services.engine.records.identity import kv_identity, make_fingerprint, media_limits, pooling_limits
 from tokenloom.services.engine.records.stat_log import StatIntervals, StatLine, StatLogger, plugged_loggers
 from tokenloom.v1 import types_pb2
 
@@ -84,8 +84,10 @@ class LLMEngine:
         self.info = info if template is None else replace(info, chat_template=template)
         config = for_checkpoint(args.config, str(path), template)
         self.client: CoreClient = start_core(config, has_own_process=bool(args.engine_process))
+        self._config = config
         try:
             self._prepare(args, config)
+            self._share_kv(path)
         except BaseException:
             self.close()  # otherwise the process of a core would be left
             raise
@@ -271,6 +273,13 @@ class LLMEngine:
             directory = self._path if path is None else resolve(str(path))
         self.client.call_utility("reload_weights", str(directory))
         self.media.use_weights(directory)
+        self._share_kv(directory)
+
+    def _share_kv(self, weights: Path) -> None:
+        """Let the core share KV blocks with engines of these weights, if its options say so."""
+        if self._config.kv.store or self._config.kv.connector:
+            fingerprint = make_fingerprint(weights, self.model_name, self.client.ready, self._config)
+            self.client.call_utility("share_kv", kv_identity(fingerprint, self._config))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start recording what the workers compute, as ``LLM.start_profile``."""

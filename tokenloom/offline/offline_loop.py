@@ -74,6 +74,8 @@ def start_core(config: EngineConfig, *, has_own_process: bool) -> CoreClient:
     """
     if has_own_process or config.parallel.world_size > 1:
         served_how(config, has_gpu=may_have_gpu())  # before processes start, of which each would find it out
+    if not has_own_process and config.kv.tier:
+        raise ValueError(f"{config.kv.tier}: a core in this process loads no KV blocks; set engine_process=True")
     if not has_own_process:
         return InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
     try:

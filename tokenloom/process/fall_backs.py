@@ -52,6 +52,7 @@ KINDS: Final[Mapping[str, str]] = {
     "unpinned_memory": "KV is copied through memory that is not pinned, or not between GPUs directly, at less speed.",
     "no_constraints": "Outputs cannot be constrained: the model's tokenizer cannot be saved.",
     "offload_file": "The offload file cannot be written or read: its blocks are computed again.",
+    "kv_store": "The store of KV blocks does not answer: prompts are computed, and it is tried again after a while.",
 }
 """What each fall-back means, by its name, which metrics and messages carry."""
 

@@ -55,7 +55,8 @@ KINDS: Mapping[str, PluginKind] = {
     "model_architectures": PluginKind("engine", changes=("numerics",)),
     "checkpoint_formats": PluginKind("engine", is_called=True, changes=("numerics",)),
     "attention_backends": PluginKind("engine", is_called=True, changes=("numerics", "kv_layout")),
-    "kv_transports": PluginKind("engine", is_called=True),
+    "kv_transports": PluginKind("engine", is_called=True, changes=("kv_layout",)),
+    "kv_connectors": PluginKind("engine", is_called=True, changes=("kv_layout",)),
     "grammar_backends": PluginKind("engine", is_called=True, changes=("numerics",)),
     "stat_loggers": PluginKind("engine", needs=("log",)),
     "tool_formats": PluginKind("gateway"),
@@ -235,6 +236,16 @@ def marks(plugins: Sequence[str], changes: str) -> tuple[str, ...]:
         f"plugin-{package.name}-{package.version}"
         for package in packages
         if any(changes in KINDS[point.kind].changes for point in package.points)
+    )
+
+
+def kv_marks(named: Iterable[str]) -> tuple[str, ...]:
+    """Return what plugins that an engine uses for its KV, as ``PACKAGE:NAME``, add to its ``kv_layout``; other names
+    are built in and add nothing."""
+    plugged_in = [each for each in named if ":" in each]
+    packages = [find_package(each.partition(":")[0]) for each in plugged_in]
+    return tuple(
+        f"plugin-{package.name}-{package.version}/{each}" for package, each in zip(packages, plugged_in, strict=True)
     )
 
 

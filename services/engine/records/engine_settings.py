@@ -168,6 +168,7 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.engine.check_plugins(self.plugins)
+        self.engine.kv.check_store(enable_prefix_caching=self.engine.cache.enable_prefix_caching)
         if names_plugin(self.chat_template):
             check_named(self.plugins, chat_template=self.chat_template)
         self._check_remote()

@@ -1,12 +1,13 @@
 """Describes an engine to its peers, to the coordinator and to operators."""
 
 import contextlib
+import hashlib
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
-from tokenloom.engine_core.data.config import MediaLimits, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, MediaLimits, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.model_files import checkpoint
@@ -65,7 +66,18 @@ class Identity:
         self._publishes_kv_events = cache.kv_events and cache.enable_prefix_caching
         self._group = settings.engine.parallel
         self._ready = ready
+        self._engine = settings.engine
         self._num_kv_blocks = ready.num_kv_blocks // ready.num_kv_groups
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether its KV blocks may be used by engines that only know their names."""
+        return bool(self._engine.kv.store or self._engine.kv.connector)
+
+    @property
+    def kv(self) -> bytes:
+        """The identity of those blocks with the present weights."""
+        return kv_identity(self.fingerprint, self._engine)
 
     def hello(self) -> types_pb2.Hello:
         """Return the first message to a peer."""
@@ -137,20 +149,39 @@ def media_limits(ready: CoreReady, config: SchedulerConfig) -> dict[str, Any]:
     }
 
 
-def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettings) -> types_pb2.Fingerprint:
+def make_fingerprint(path: Path, name: str, ready: CoreReady, config: EngineConfig) -> types_pb2.Fingerprint:
     """Return what identifies the model ``name`` of the checkpoint directory ``path`` and its numerics.
 
     Blocks: reads all weight files, unless their hash is cached.
     """
     return types_pb2.Fingerprint(
         model=name,
-        weights=_weights_fingerprint(path, settings.engine.worker),
+        weights=_weights_fingerprint(path, config.worker),
         tokenizer=checkpoint.tokenizer_fingerprint(path),
-        block_hash_seed=settings.engine.cache.block_hash_seed,
+        block_hash_seed=config.cache.block_hash_seed,
         block_size=ready.block_size,
         kv_layout=ready.kv_layout,
         numerics=ready.numerics,
     )
+
+
+def kv_identity(fingerprint: types_pb2.Fingerprint, config: EngineConfig) -> bytes:
+    """Return a digest of what decides the content of an engine's KV blocks beside their tokens and salts: engines of
+    one digest and one layout may use each other's through a store."""
+    drafts = config.speculative if config.speculative is not None and config.speculative.writes_kv else None
+    parts = (
+        fingerprint.weights,
+        fingerprint.block_hash_seed,
+        fingerprint.block_size.to_bytes(4, "little"),
+        fingerprint.kv_layout.encode(),
+        fingerprint.numerics.encode(),
+        str(drafts).encode(),
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part)
+    return digest.digest()
 
 
 def weights_stamps(path: Path, config: WorkerConfig) -> list[Stamp]:

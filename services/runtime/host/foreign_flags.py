@@ -117,7 +117,7 @@ ANSWERS = {
     "--swap-space": _OFFLOAD,
     "--kv-offloading-size": _OFFLOAD,
     "--kv-offloading-backend": _OFFLOAD,
-    "--kv-transfer-config": "use --prefill and --decode, and --kv-transports",
+    "--kv-transfer-config": "use --prefill and --decode, and --kv-transports, or --kv-store",
     "--calculate-kv-scales": "use --kv-cache-dtype",
     "--prefix-caching-hash-algo": "blocks are always named by SHA-256",
     "--max-num-partial-prefills": "use --prefill-tokens-beside-decode",

@@ -60,6 +60,14 @@ def mp(config: EngineConfig, world_size: int = 1) -> Executor:
     return MultiprocExecutor(config, WORKER_COMMAND, world_size=world_size)
 
 
+def tier(label: str, folder: Path) -> dict[str, Any]:
+    """Options of a tier by the label of its transfers: ``offload``, the file of one engine, or ``folder``, that engines
+    share."""
+    if label == "folder":
+        return {"store": folder.as_uri(), "store_bytes": 64 << 20, "store_timeout_seconds": 30.0}
+    return {"offload_path": str(folder), "offload_bytes": 64 << 20}
+
+
 class Engine:
     """A core, and who waits for it."""
 
@@ -92,6 +100,7 @@ class Engine:
         kv_parts = make_core_kv(config, transports)
         self.service = kv_parts.service if kv_parts else None
         self.core = EngineCore(config, make_executor(config), kv_parts)
+        self.core.scheduler.share_kv(model.encode())
         self.news = threading.Event()
         self.core.on_update(self.news.set)
         if self.service is not None:

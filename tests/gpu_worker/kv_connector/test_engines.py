@@ -1,5 +1,6 @@
 """Prefill and decode on two engines with a real model, joined by each transport: not a token may change."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, tier, uni
 from tests.gpu_worker.lora.random_adapter import save_adapter
 from tokenloom.engine_core.data.config import LoraConfig, SpeculativeConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
@@ -139,6 +140,21 @@ def test_an_offload_file_gives_back_what_it_took(
     assert stats.kv_bytes_received["offload"] > 0
     assert stats.kv_recomputes == {}
     engine.core.shutdown()
+
+
+@pytest.mark.parametrize("executor", [uni, mp])
+def test_engines_share_blocks_through_a_folder(
+    tmp_path: Path, executor: MakeExecutor, expected: Callable[[int, CoreSamplingParams], list[int]]
+) -> None:
+    for number in range(2):
+        engine = Engine([], executor, **tier("folder", tmp_path))
+        engine.add("a", prompt_of(400), GREEDY)
+        assert [token for output in engine.run("a") for token in output.new_token_ids] == expected(400, GREEDY)
+        stats = engine.core.scheduler.stats()
+        assert (stats.kv_blocks_received, stats.kv_recomputes) == (24 * number, {})
+        while len(list(tmp_path.glob("*.kv"))) < 25:
+            os.sched_yield()
+        engine.core.shutdown()
 
 
 @pytest.mark.parametrize("executor", [uni, mp])

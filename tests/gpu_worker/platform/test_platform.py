@@ -119,6 +119,14 @@ def test_the_name_of_the_gpu_is_one_word_of_the_numerics(gpu):
     assert CUDAPlatform(0.9).hardware == "NVIDIA-H100-80GB-HBM3"
 
 
-def test_files_for_evicted_blocks_are_refused_at_start(gpu):
-    with pytest.raises(ValueError, match="kv_offload_path: KV on cuda is not offloaded to files yet"):
-        check_device(EngineConfig(kv=KVConfig(offload_path="/somewhere")), CUDAPlatform(0.9))
+@pytest.mark.parametrize(
+    ("kv", "words"),
+    [
+        (KVConfig(offload_path="/somewhere"), "kv_offload_path: KV on cuda is not offloaded to files yet"),
+        (KVConfig(store="lm://h:1"), "kv_store: KV on cuda is not shared through stores yet"),
+        (KVConfig(connector="acme:own"), "kv_connector: KV on cuda is not given to connectors of plugins yet"),
+    ],
+)
+def test_what_keeps_blocks_outside_of_the_pool_is_refused_at_start(gpu, kv, words):
+    with pytest.raises(ValueError, match=words):
+        check_device(EngineConfig(kv=kv), CUDAPlatform(0.9))

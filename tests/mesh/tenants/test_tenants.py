@@ -60,9 +60,13 @@ async def test_roads_share_one_tenants_cache_only(mesh: Mesh) -> None:
     assert await by_name["grpc_text"](second, 100) == 0
 
 
-async def test_evicted_blocks_come_back_to_their_tenant_only(tmp_path: Path, socket_dir: Path) -> None:
-    """The offload tier keeps a tenant's blocks under the hashes that its salt made."""
-    engine = {"num_kv_blocks": 20, "kv_offload_path": str(tmp_path), "kv_offload_bytes": 64 << 20}
+@pytest.mark.parametrize("tier", ["offload", "store"])
+async def test_evicted_blocks_come_back_to_their_tenant_only(tmp_path: Path, socket_dir: Path, tier: str) -> None:
+    """A tier keeps a tenant's blocks under the hashes that its salt made."""
+    engine: dict[str, Any] = {"kv_offload_path": str(tmp_path), "kv_offload_bytes": 64 << 20}
+    if tier == "store":
+        engine = {"kv_store": tmp_path.as_uri(), "kv_store_bytes": 64 << 20}
+    engine["num_kv_blocks"] = 20
     async with Mesh(socket_dir, gateway={"api_key": KEYS}, engine=engine).running() as mesh:
         first, second = (Client(mesh, key) for key in KEYS)
         assert await token_ids(first, 1) == 0

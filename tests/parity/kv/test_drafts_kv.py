@@ -101,8 +101,9 @@ def test_prefill_and_decode_on_two_engines(
     pair.close()
 
 
+@pytest.mark.parametrize("tier", ["offload", "folder"])
 def test_evicted_blocks_come_back_from_a_file(
-    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
+    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]], tier: str
 ) -> None:
     num_blocks = 80 if checkpoint != Path(MODEL) else 34
     engine = engine_pair.Engine(
@@ -110,8 +111,7 @@ def test_evicted_blocks_come_back_from_a_file(
         model=str(checkpoint),
         num_blocks=num_blocks,
         speculative=itself(checkpoint),
-        offload_path=str(tmp_path),
-        offload_bytes=64 << 20,
+        **engine_pair.tier(tier, tmp_path),
     )
     assert has_windows(engine.core, checkpoint)
     begin(engine.core)
@@ -120,7 +120,7 @@ def test_evicted_blocks_come_back_from_a_file(
             assert ask(engine, f"{number}-{index}", prompt) == tokens
     stats = engine.core.scheduler.stats()
     assert stats.kv_blocks_received > 0
-    assert stats.kv_bytes_received["offload"] == stats.kv_blocks_received * engine.core.executor.kv_pool().block_bytes
+    assert stats.kv_bytes_received[tier] == stats.kv_blocks_received * engine.core.executor.kv_pool().block_bytes
     check_right(engine.core)
     engine.core.shutdown()
 

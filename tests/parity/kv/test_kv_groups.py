@@ -106,12 +106,11 @@ def test_a_decode_engine_loads_after_what_it_hits(
     assert pair.decode.core.scheduler.stats().kv_recomputes == {}
 
 
+@pytest.mark.parametrize("tier", ["offload", "folder"])
 def test_evicted_blocks_come_back_from_a_file(
-    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
+    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]], tier: str
 ) -> None:
-    engine = engine_pair.Engine(
-        [], model=str(checkpoint), num_blocks=60, offload_path=str(tmp_path), offload_bytes=64 << 20
-    )
+    engine = engine_pair.Engine([], model=str(checkpoint), num_blocks=60, **engine_pair.tier(tier, tmp_path))
     assert engine.core.ready.num_kv_groups > 1
     params = CoreSamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
     for number in range(2):
@@ -120,7 +119,7 @@ def test_evicted_blocks_come_back_from_a_file(
             assert [token for output in engine.run(f"{number}-{index}") for token in output.new_token_ids] == tokens
     stats = engine.core.scheduler.stats()
     assert stats.kv_blocks_received > 0
-    assert stats.kv_bytes_received["offload"] == stats.kv_blocks_received * engine.core.executor.kv_pool().block_bytes
+    assert stats.kv_bytes_received[tier] == stats.kv_blocks_received * engine.core.executor.kv_pool().block_bytes
     assert stats.kv_recomputes == {}
     engine.core.shutdown()
 

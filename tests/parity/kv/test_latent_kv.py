@@ -56,18 +56,17 @@ def test_prefill_and_decode_on_two_engines(
     pair.close()
 
 
+@pytest.mark.parametrize("tier", ["offload", "folder"])
 def test_evicted_blocks_come_back_from_a_file(
-    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
+    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]], tier: str
 ) -> None:
-    engine = engine_pair.Engine(
-        [], model=str(checkpoint), num_blocks=24, offload_path=str(tmp_path), offload_bytes=64 << 20
-    )
+    engine = engine_pair.Engine([], model=str(checkpoint), num_blocks=24, **engine_pair.tier(tier, tmp_path))
     for number in range(2):
         for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
             engine.add(f"{number}-{index}", prompt, PARAMS)
             assert [token for output in engine.run(f"{number}-{index}") for token in output.new_token_ids] == tokens
     stats = engine.core.scheduler.stats()
-    assert stats.kv_bytes_received["offload"] > 0
+    assert stats.kv_bytes_received[tier] > 0
     assert stats.kv_recomputes == {}
     engine.core.shutdown()
 

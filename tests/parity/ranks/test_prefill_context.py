@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, MakeExecutor, Pair, uni
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, MakeExecutor, Pair, tier, uni
 from tests.gpu_worker.kv_connector.engine_pair import Engine as KVEngine
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.gpu_worker.speculation.eagle3_checkpoint import write_head, write_model
@@ -191,9 +191,9 @@ def assert_equal_copies(engine: KVEngine, size: int) -> None:
             assert np.array_equal(mine, theirs)
 
 
-def test_blocks_from_a_file_come_to_all_ranks(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"offload_path": str(tmp_path), "offload_bytes": 64 << 20, "num_blocks": 40}
-    alone, engine = KVEngine([]), KVEngine([], of(2), **options)
+@pytest.mark.parametrize("label", ["offload", "folder"])
+def test_blocks_from_a_file_come_to_all_ranks(tmp_path: Path, label: str) -> None:
+    alone, engine = KVEngine([]), KVEngine([], of(2), num_blocks=40, **tier(label, tmp_path))
     for turn in range(2):
         for number in range(4):
             found, prompt = [], [(i * i * 7 + number) % 400 + 5 for i in range(300)]
@@ -202,7 +202,7 @@ def test_blocks_from_a_file_come_to_all_ranks(tmp_path: Path) -> None:
                 found.append([token for output in each.run(f"{turn}-{number}") for token in output.new_token_ids])
             assert found[0] == found[1]
     stats = engine.core.scheduler.stats()
-    assert stats.kv_bytes_received["offload"] > 0
+    assert stats.kv_bytes_received[label] > 0
     assert stats.kv_recomputes == {}
     assert_equal_copies(engine, 2)
     for each in (alone, engine):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, MakeExecutor, Pair, uni
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, MakeExecutor, Pair, tier, uni
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
@@ -132,10 +132,10 @@ def test_other_numbers_are_refused_by_name(alone: Engine) -> None:
     pair.close()
 
 
-def test_a_file_keeps_the_part_of_every_rank(tmp_path: Path, alone: Engine) -> None:
+@pytest.mark.parametrize("label", ["offload", "folder"])
+def test_a_file_keeps_the_part_of_every_rank(tmp_path: Path, alone: Engine, label: str) -> None:
     """Prompts evict each other from a small pool, and come back from the file."""
-    options: dict[str, Any] = {"offload_path": str(tmp_path), "offload_bytes": 64 << 20, "num_blocks": 40}
-    engine = Engine([], of(2, 1, 2), **options)
+    engine = Engine([], of(2, 1, 2), num_blocks=40, **tier(label, tmp_path))
     prompts = [[(i * i * 7 + number) % 400 + 5 for i in range(300)] for number in range(4)]
     for turn in range(2):
         for number, prompt in enumerate(prompts):
@@ -146,8 +146,8 @@ def test_a_file_keeps_the_part_of_every_rank(tmp_path: Path, alone: Engine) -> N
                 found.append([token for output in each.run(f"{turn}-{number}") for token in output.new_token_ids])
             assert found[0] == found[1]
     stats = engine.core.scheduler.stats()
-    assert stats.kv_bytes_received["offload"] > 0
-    assert stats.kv_bytes_received["offload"] % pool_of(engine).block_bytes == 0, "each block is there whole"
+    assert stats.kv_bytes_received[label] > 0
+    assert stats.kv_bytes_received[label] % pool_of(engine).block_bytes == 0, "each block is there whole"
     assert stats.kv_recomputes == {}
     first, second = (rows_of(pool_of(engine), region) for region in (0, len(pool_of(engine).regions) // 2))
     assert first.isdisjoint(second)

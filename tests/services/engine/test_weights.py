@@ -77,6 +77,27 @@ async def test_the_coordinator_places_by_the_new_fingerprint_and_not_on_a_sleepi
         assert engine.identity.fingerprint == answer.fingerprint
 
 
+async def test_blocks_are_shared_by_the_weights_that_computed_them(
+    socket_dir: Path, tmp_path: Path, checkpoint: Path
+) -> None:
+    """Through a store, where old and new weights have their own."""
+    folder = tmp_path / "kv"
+    settings = make_settings(socket_dir, kv_store=folder.as_uri(), kv_store_bytes=1 << 20)
+    async with running_engine(settings) as host, ready_channel(host.address) as channel:
+        admin = EngineAdminStub(channel)
+        cached = []
+        for weights in (None, checkpoint, checkpoint):
+            if weights is not None:
+                await admin.ReloadWeights(ReloadWeightsRequest(path=str(weights)))
+            async with Peer(host.address) as peer:
+                await peer.send(make_add(1, [8] * 21, 2))
+                received = await peer.read_until_finished([1])
+                cached.append(received.finished[1].cached_tokens)
+                while len(list(folder.glob("*.kv"))) < 5 * min(2, len(cached)):
+                    await info_of(admin)
+        assert cached == [0, 0, 20], "the third time the same weights are there as before, and the pool is empty"
+
+
 async def test_live_requests_keep_their_weights_unless_the_engine_is_paused(
     admin: EngineAdminStub, host: Host, checkpoint: Path
 ) -> None:

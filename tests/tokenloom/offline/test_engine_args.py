@@ -98,7 +98,9 @@ def test_every_argument_of_vllms_is_ours_or_answered(name):
 def test_an_answer_names_arguments_where_ours_are_meant_and_flags_where_a_mesh_is():
     with pytest.raises(TypeError, match=r"cpu_offload_gb, which vLLM has: use quantization$"):
         engine_config({"cpu_offload_gb": 8})
-    with pytest.raises(TypeError, match=r"use --prefill and --decode, and --kv-transports, with `tokenloom serve`$"):
+    with pytest.raises(
+        TypeError, match=r"use --prefill and --decode, and --kv-transports, or --kv-store, with `tokenloom serve`$"
+    ):
         engine_config({"kv_transfer_config": {"kv_role": "kv_both"}})
     with pytest.raises(TypeError, match="HF_TOKEN") as refused:
         engine_config({"hf_token": "secret"})

@@ -146,3 +146,16 @@ def test_a_profile_of_what_the_worker_computes(tmp_path):
     (trace,) = tmp_path.iterdir()
     assert b"aten::" in gzip.decompress(trace.read_bytes())
     client.close()
+
+
+def test_programs_share_blocks_through_a_folder(tmp_path):
+    prompt, cached = list(range(300, 440)), []
+    for _ in range(2):
+        options = {"kv_store": tmp_path.as_uri(), "kv_store_bytes": 1 << 24, "kv_store_timeout": 30.0}
+        llm = LLM("tokenloom-demo", worker="hash", engine_process=True, num_gpu_blocks_override=64, **options)
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+        cached.append(output.num_cached_tokens)
+        while len(list(tmp_path.glob("*.kv"))) < len(prompt) // 16:
+            os.sched_yield()
+        llm.close()
+    assert cached == [0, len(prompt) // 16 * 16]

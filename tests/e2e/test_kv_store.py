@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.test_disk_faults import SOON, until
-from tokenloom.demo_model import VOCAB_SIZE
+from tests.mesh.harness import VOCAB_SIZE
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 PROMPT = [2 + number % 50 for number in range(200)]

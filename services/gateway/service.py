@@ -121,10 +121,10 @@ class GatewayService:
             tls=host.public_tls,
             descriptor=settings.http_listen_fd,
         )
+        self._started = meshes, http, host
         if settings.internal_listen:
             self._internal = _peers_server(settings, host, app, budget)
             self.internal_address = self._internal.address
-        self._started = meshes, http, host
         self.http_address, self.routes = http.address, app.routes
         if settings.http_listen_fd is not None:  # connections wait: better than to answer that a part is missing
             await _wait_whole(meshes, seconds=_QUIET_SECONDS)

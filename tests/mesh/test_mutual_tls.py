@@ -288,6 +288,20 @@ async def test_a_peer_needs_a_key_too(socket_dir: Path, certificates: Path) -> N
         assert (await generate(peer, HOLD))["kv_transfer_params"]["do_remote_prefill"]
 
 
+async def test_an_engine_that_serves_no_kv_holds_none(socket_dir: Path, certificates: Path) -> None:
+    gateway = {"internal_listen": "127.0.0.1:0"}
+    async with (
+        Mesh(socket_dir, gateway=gateway, certificates=certificates).running() as mesh,
+        peer_of(certificates, mesh) as peer,
+    ):
+        refused = await peer.post("/inference/v1/generate", json=HOLD)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "kv_transfer_params"
+        assert "serves no KV to other engines" in refused.json()["error"]["message"]
+        by_name = await peer.post("/inference/v1/generate", json=READ, headers={"host": "gateway.example"})
+        assert by_name.status_code == 200, "the guard against web pages does not ask peers"
+
+
 def test_an_internal_listener_needs_certificates() -> None:
     parts = {"tokenizers": "a:1", "output_processors": "a:1", "coordinator": "a:1"}
     with pytest.raises(ValueError, match="--internal-listen needs --tls-ca"):

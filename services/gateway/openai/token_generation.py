@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _WHY = "the mesh places prefill and decode itself, and its engines take KV and rows only from engines of its registry"
 _OF_SOURCE = ("remote_engine_id", "remote_engine_epoch", "remote_lease_id", "remote_num_tokens", "first_token_id")
 _HOLD, _READ = "do_remote_decode", "do_remote_prefill"
+_FIELDS = {"hold_kv": "kv_transfer_params", "kv_source": "kv_transfer_params"}
 _OF_VLLM = ("remote_request_id", "remote_block_ids", "remote_host", "remote_port", "tp_size")
 """Of the parameters of vLLM's NIXL connector: routers hand them on, and here the lease stands for them."""
 _WITHOUT_EFFECT = ("output_kind", "flat_logprobs", "skip_clone")
@@ -67,7 +68,7 @@ class TokensApi:
         ignored = (*self.reader.ignored(body, TokenGenerationRequest), *others, *unread)
         # Without the prompt, which must not live as long as the answer.
         kept = msgspec.structs.replace(fields, token_ids=(), sampling_params={}, content_parts=None)
-        options = AnswerOptions.of(inner, sampling, ignored=ignored, request=kept)
+        options = AnswerOptions.of(inner, sampling, ignored=ignored, request=kept, field_names=_FIELDS)
         shown = _shown(fields)
         request = make_generate_request(inner, shown or [fields.token_ids], "token_ids", sampling, tenant)
         if fields.output_mode == "text" and inner.detokenize is False:

@@ -8,8 +8,20 @@ from collections.abc import Iterable
 import pytest
 
 DAYS = {
+    "tests/e2e/test_more_models.py": 3,
+    "tests/parity/test_backends.py": 3,
+    "tests/parity/test_batch_invariant.py": 3,
+    "tests/parity/test_continuations.py": 3,
     "tests/parity/test_entries.py": 4,
     "tests/parity/test_exact_states.py": 4,
+    "tests/parity/test_greedy.py": 3,
+    "tests/parity/test_images.py": 3,
+    "tests/parity/test_logprobs.py": 3,
+    "tests/parity/test_lora_layouts.py": 3,
+    "tests/parity/test_offline_requests.py": 2,
+    "tests/parity/test_released.py": 3,
+    "tests/parity/test_states.py": 4,
+    "tests/parity/test_text_of_vision.py": 3,
     "tests/soak/models/test_models_table.py": 8,
 }
 """How many days it takes until every case of a file has run."""

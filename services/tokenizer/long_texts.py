@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
-from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from tokenizers import Tokenizer
@@ -262,13 +262,8 @@ def _size(chunk: str, ids: bytes) -> int:
     return chunk.__sizeof__() + len(ids) + _ENTRY_BYTES
 
 
-T = TypeVar("T")
-
-
-class RunInThread(Protocol):
-    """Runs a function in a thread for texts."""
-
-    def __call__(self, function: Callable[..., T], *args: object) -> Awaitable[T]: ...
+RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
+"""Runs a function with its arguments in a thread for texts."""
 
 
 @dataclass(slots=True)
@@ -326,7 +321,7 @@ class LongTexts:
                 self._is_asked = True
                 threading.Thread(target=self._find_behind_others, name="find-cuts").start()
             return None
-        found = await run(self._look_up, cuts, text, (request.tenant, request.cache_salt))
+        found: _ChunkedText = await run(self._look_up, cuts, text, (request.tenant, request.cache_salt))
         self._cached_tokens.inc(found.num_cached)
         encoded: list[bytes] = []
         if missing := found.missing:
@@ -336,7 +331,8 @@ class LongTexts:
                 job = EncodeJob(EncodeRequest(texts=missing).SerializeToString())
                 encoded = await run(_packed, await self.processes.run(job))
         around = (cuts.prefix, cuts.suffix) if special else (b"", b"")
-        return await run(self._join, found, encoded, around, request)
+        prompt: TokenizedPrompt = await run(self._join, found, encoded, around, request)
+        return prompt
 
     def find_cuts(self) -> None:
         """Find where texts may be cut. No text differs afterwards if this fails."""

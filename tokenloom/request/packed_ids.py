@@ -11,7 +11,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 from tokenloom.v1.types_pb2 import Prompt
@@ -37,7 +37,7 @@ def packed_values(values: Sequence[object]) -> bytes | None:
     if not LONG_PROMPT < len(values) <= MOST_IDS or set(map(type, values)) != {int}:
         return None
     try:
-        ids = array("I", values)  # type: ignore[arg-type]  # they are integers
+        ids = array("I", cast(Sequence[int], values))
     except OverflowError:  # one is negative or too large
         return None
     return _swapped(ids).tobytes()

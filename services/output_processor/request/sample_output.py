@@ -64,7 +64,7 @@ class SampleOutput:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._max_tokens = params.max_tokens or sys.maxsize
         self.clock = clock
-        self._text = OutputText(_detokenizer(submit, prompt_ids, vocabulary), self._stop_token_ids, eos_token_ids)
+        self._text = OutputText(_detokenizer(submit, vocabulary), self._stop_token_ids, eos_token_ids)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
         num_known = submit.num_prompt_logprobs
         self._prompt_logprobs = PromptLogprobTexts(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
@@ -323,11 +323,11 @@ class RoutedOutput:
         return routed_message(self._rows) if is_complete else None
 
 
-def _detokenizer(submit: Submit, prompt_ids: Sequence[int], vocabulary: Vocabulary) -> Detokenizer:
+def _detokenizer(submit: Submit, vocabulary: Vocabulary) -> Detokenizer:
     text = submit.text
     return Detokenizer(
         vocabulary,
-        prompt_ids,
+        submit.prompt.token_ids or ids_of(submit.prompt),
         stop=text.stop,
         min_tokens=submit.sampling_params.min_tokens,
         include_stop_str=text.include_stop_str_in_output,

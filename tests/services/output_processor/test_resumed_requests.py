@@ -9,10 +9,11 @@ import pytest
 from tests.services.output_processor.fakes import LENGTH, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.packed_ids import pack
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Resume, SamplePosition, Submit, Withdrawal
-from tokenloom.v1.types_pb2 import FinishReason, Logprobs
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Prompt
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 TEXT = "Once upon a time, naïve"
@@ -70,9 +71,12 @@ async def refusal(gateway: Gateway, *, slot: int = 1, **fields: Any) -> str:
     return finished.error.reason
 
 
-async def test_a_request_continues_on_the_stream_of_another_gateway(mesh: Mesh) -> None:
-    ids = mesh.ids(TEXT)
-    stream, slot = await lost(mesh, kept(), ids[:3])
+@pytest.mark.parametrize("is_packed", [False, True])
+async def test_a_request_continues_on_the_stream_of_another_gateway(mesh: Mesh, is_packed: bool) -> None:
+    ids, request = mesh.ids(TEXT), kept()
+    if is_packed:
+        request.prompt.CopyFrom(Prompt(packed_token_ids=pack([5, 6, 7])))
+    stream, slot = await lost(mesh, request, ids[:3])
     other = await mesh.gateway(peer_id="other")
     stream.send((slot, 3, ids[3:5]))
     await other.send(resume=[resume(fingerprint=b"body")])

@@ -248,6 +248,7 @@ async def test_the_next_turn_of_a_long_conversation_finds_its_chunks(
         longer = (await stub.EncodeChat(chat)).prompt
         now = host.metrics.get_sample_value("tokenloom_tokenizer_cached_tokens_total")
         assert now is not None
+        assert cached is not None
         assert now - cached > 0.9 * packed_ids.num_ids(longer)
 
 

@@ -76,7 +76,7 @@ class _Live:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.token_ids)
+        return self.request.num_prompt_tokens + len(self.token_ids)
 
 
 class VLLMCore:
@@ -147,6 +147,7 @@ class VLLMCore:
         if self._dead is not None:
             raise self._dead
         self._num_added += 1
+        request.prompt_token_ids, request.packed_prompt = request.listed_prompt(), b""
         live = _Live(request, self._clock(), list(request.accepted_token_ids))
         if missing := lacking(request):
             self._refuse(live, missing)
@@ -327,7 +328,7 @@ class VLLMCore:
             stats.num_prefilled_tokens += num_prompt
             stats.num_computed_tokens += num_prompt
             output.prefill_stats = PrefillStats(
-                len(live.request.prompt_token_ids), 0, live.began_ns - live.arrival_ns, now - live.began_ns
+                live.request.num_prompt_tokens, 0, live.began_ns - live.arrival_ns, now - live.began_ns
             )
 
     def _observe(self) -> None:

@@ -354,7 +354,7 @@ def lacking(request: EngineCoreRequest) -> str:
 def generate_body(request: EngineCoreRequest, token_ids: Sequence[int], model: str, max_model_len: int) -> bytes:
     """Return the body that continues a request, of which nothing is lacking, after these output tokens."""
     params, num_output = request.sampling_params, len(token_ids)
-    most = min(params.max_tokens - num_output, max_model_len - len(request.prompt_token_ids) - num_output)
+    most = min(params.max_tokens - num_output, max_model_len - request.num_prompt_tokens - num_output)
     values = {name: getattr(params, name) for name in _UNCHANGED}
     sampling = {name: value for name, value in values.items() if value is not None}
     sampling |= {

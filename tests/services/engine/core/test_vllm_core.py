@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -15,7 +16,7 @@ from tests.services.engine.peer import Peer, make_add
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import EngineDeadError, UtilityError
-from tokenloom.engine_core.data.messages import EngineCoreRequest, SchedulerStats
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.errors import InvalidArgument
@@ -396,6 +397,22 @@ async def test_calls_that_are_the_server_s_own_are_refused_by_name(server: FakeV
     async with core_of(server) as core:
         with pytest.raises(UtilityError, match="reload_weights: vLLM computes"):
             await core.call_utility("reload_weights", "/tmp")
+
+
+async def test_a_packed_prompt_reaches_the_server_as_a_list(server: FakeVLLM) -> None:
+    packed = np.array(PROMPT, "<u4").tobytes()
+    async with core_of(server) as core:
+        params = CoreSamplingParams(max_tokens=3, seed=1, temperature=0.0)
+        for name, accepted in (("1", []), ("2", expected(2)), ("3", expected(3))):
+            await core.add_request(
+                EngineCoreRequest(name, [], params, packed_prompt=packed, accepted_token_ids=accepted)
+            )
+        ended: dict[str, EngineCoreOutput] = {}
+        while len(ended) < 3:
+            outputs = (await core.get_output()).outputs
+            ended |= {each.request_id: each for each in outputs if each.finish_reason is not None}
+        assert [body["token_ids"] for body in server.bodies] == [PROMPT, PROMPT + expected(2)]
+        assert {each.finish_reason for each in ended.values()} == {FinishReason.LENGTH}
 
 
 async def test_steps_are_those_of_the_server(server: FakeVLLM) -> None:

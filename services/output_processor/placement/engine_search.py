@@ -140,6 +140,7 @@ class EngineSearch:
         self.has_ended = False
         self.unfit: errors.TokenloomError | None = None
         self._unfit_until = 0.0
+        self._has_begun = False  # when an engine refused it that does not do what it needs
         self._unfit: list[EngineKey] = []
 
     @property
@@ -182,6 +183,7 @@ class EngineSearch:
             self._exclude(key)
             self.overload = error
         elif cause is Cause.UNFIT:
+            self._has_begun = has_begun
             if self.unfit is None:
                 self._unfit_until = asyncio.get_running_loop().time() + UNFIT_SECONDS
             self.unfit = error
@@ -197,11 +199,12 @@ class EngineSearch:
 
         ``others_served``: whether the mesh has had an engine of ours. Raises what refused the sample if it need not
         wait for another engine: one refused it because it is full, or none has come for :data:`UNFIT_SECONDS` that does
-        what it needs.
+        what it needs. One that has begun waits like any other.
         """
         if self.overload is not None:
             raise self.overload
-        if self.unfit is not None and not (others_served and asyncio.get_running_loop().time() < self._unfit_until):
+        may_wait = self._has_begun or (others_served and asyncio.get_running_loop().time() < self._unfit_until)
+        if self.unfit is not None and not may_wait:
             raise self.unfit
         self.exclude = list(self._unfit)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.services.output_processor.fakes import (
     serve_engine,
     submit,
 )
-from tokenloom.request.errors import ResourceExhausted, Unavailable
+from tokenloom.request.errors import EngineLacks, ResourceExhausted, Unavailable
 from tokenloom.request.prefix_schedule import SESSION_HASHES
 from tokenloom.services.output_processor.placement.engine_link import (
     IDLE_SECONDS,
@@ -25,7 +25,7 @@ from tokenloom.services.output_processor.placement.engine_link import (
     EngineLink,
     EngineLinks,
 )
-from tokenloom.services.output_processor.placement.engine_search import EngineSearch, Lifetime
+from tokenloom.services.output_processor.placement.engine_search import UNFIT_SECONDS, EngineSearch, Lifetime
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import LEFT_OUT_SECONDS, EngineCooldown, Placer
@@ -57,6 +57,20 @@ async def test_a_request_without_a_token_goes_on_with_other_weights(socket_dir: 
     link = EngineLink(engine("a", socket_dir), make_hello("op", 3), Channels(), hang_seconds=60)
     replaced = Unavailable("the engine's weights were replaced; reconnect")
     assert without_time().refused(EngineAttempt(link), replaced, has_begun=has_begun) is not has_begun
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_what_an_engine_lacks_is_waited_for_where_others_had_it(socket_dir: Path, has_begun: bool) -> None:
+    link = EngineLink(engine("theirs", socket_dir), make_hello("op", 3), Channels(), hang_seconds=60)
+    search = EngineSearch(RetryBudget(asyncio.get_running_loop().time), Lifetime(Submit(), 0.0))
+    lacks = EngineLacks("no grammars")
+    assert search.refused(EngineAttempt(link), lacks, has_begun=has_begun)
+    search.next_round(others_served=True)
+    assert search.exclude == [link.key], "it stays left out"
+    pass_time(UNFIT_SECONDS + 1)
+    for others_served in (True, False):
+        with nullcontext() if has_begun else pytest.raises(EngineLacks):
+            search.next_round(others_served=others_served)
 
 
 @asynccontextmanager

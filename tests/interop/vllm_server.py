@@ -55,7 +55,17 @@ class VLLMProcess:
 
     def start(self) -> None:
         """Start it; it serves a minute later, see :meth:`wait`."""
-        flags = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enable-scale-out")
+        flags = (
+            "--runner",
+            "generate",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "512",
+            "--max-num-seqs",
+            "16",
+            "--enable-scale-out",
+        )
         where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", DEMO_MODEL_NAME)
         quiet = ("--no-enable-log-requests", "--disable-uvicorn-access-log", "--enforce-eager")
         environment = {

@@ -6,6 +6,7 @@ What is not installed has no result, which is not a pass.
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +25,8 @@ def main() -> int:
         help="folders with the peers' environments, separated by colons: ROOT/vllm/bin/vllm",
     )
     given = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # either ends what was started, too
+        signal.signal(number, signal.default_int_handler)
     results: list[tuple[Row, Result]] = []
     with tempfile.TemporaryDirectory(prefix="tl-interop-", dir="/tmp") as directory:
         for row in ROWS:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -240,13 +241,13 @@ class VLLMCore:
                 self._heard_ns = live.began_ns
             task = asyncio.create_task(self._run(live), name=f"vllm {live.request.request_id}")
             # Not in a `finally` of the task: one that is cancelled before its first turn never enters it.
-            task.add_done_callback(lambda _, live=live: self._stopped(live))
+            task.add_done_callback(partial(self._stopped, live))
             self._running[live.request.request_id] = live, task
             self._running_tokens += live.num_tokens
             self._quiet.clear()
         self._changed.set()
 
-    def _stopped(self, live: _Live) -> None:
+    def _stopped(self, live: _Live, _: asyncio.Task[None]) -> None:
         del self._running[live.request.request_id]
         self._running_tokens -= live.num_tokens
         if not self._running:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -178,7 +178,7 @@ class VLLMServer:
         if status not in (400, 422):
             raise ServerRefusedError(status, _reason_of(status, reason))
 
-    async def generate(self, body: bytes) -> AsyncIterator[Choice]:
+    async def generate(self, body: bytes) -> AsyncGenerator[Choice, None]:
         """Yield the parts of one output as they come. Close the iterator to end the request. Raises
         ``ServerLostError`` and ``ServerRefusedError``."""
         async with self._asked("POST", _GENERATE, body) as reply:

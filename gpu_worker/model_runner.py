@@ -455,7 +455,7 @@ class ModelRunner:
 
     def record_ahead(self) -> None:
         """Record the steps whose recordings take long. No request may hold a block."""
-        if self._recordings is not None and self._routes is None:
+        if self._recordings is not None and (self._routes is None or self._recordings.computes_every_step):
             self._recordings.record_ahead(self._model, self.kv_caches)
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:

@@ -56,7 +56,9 @@ def num_splits(num_tokens: int, num_entries: int, num_kv_heads: int, longest: in
     """Return over how many programs the keys of a query are split: a power of two. ``longest``: tokens of a request."""
     if num_tokens > _FEW_ROWS:
         return 1
-    wanted = min(_PROGRAMS // max(1, num_entries * num_kv_heads), -(-longest // tile), _MOST_SPLITS)
+    # Two for the shortest, too: whether a step of this size is split, which takes other kernels, then depends on its
+    # size alone, and steps that warm the engine up compile all that requests need.
+    wanted = min(_PROGRAMS // max(1, num_entries * num_kv_heads), max(2, -(-longest // tile)), _MOST_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
@@ -201,7 +203,7 @@ class TritonPlan:
             BLOCK=self.backend.block_size,
             ROWS=self.shape.rows,
             TILE=self.shape.tile,
-            SPLITS=splits,
+            IS_SPLIT=splits > 1,
             HAS_WINDOW=rule.sliding_window is not None,
             HAS_SOFTCAP=rule.softcap is not None,
             HAS_SINKS=rule.sinks is not None,
@@ -210,8 +212,8 @@ class TritonPlan:
             num_stages=self.shape.stages,
         )
         if splits > 1:
-            constants = {"HEAD": head, "PADDED_HEAD": padded_head, "SPLITS": splits}
-            launch(merge_splits, (num_tokens * num_heads,), partial, sums, out, **constants, num_warps=2)
+            constants = {"HEAD": head, "PADDED_HEAD": padded_head, "MOST_SPLITS": _MOST_SPLITS}
+            launch(merge_splits, (num_tokens * num_heads,), partial, sums, out, splits, **constants, num_warps=2)
         return out
 
 

@@ -42,7 +42,8 @@ class DeviceRows:
         self.shifts = torch.zeros(count, dtype=torch.int64, device=device)
         """[rows]: what is added to the index of a token to get its rotary position, behind the images of the row."""
         self._sent_shifts = np.zeros(count, dtype=np.int64)
-        self._params = torch.zeros((3, count), dtype=torch.float64, device=device)  # temperature, top-p, min-p
+        # Temperature, top-p, min-p: an odd number of rows would begin at an address for which a kernel compiles again.
+        self._params = torch.zeros((3, count + count % 2), dtype=torch.float64, device=device)
         self._top_ks = torch.zeros(count, dtype=torch.int32, device=device)
         self._seeds = np.zeros(count, dtype=np.uint64)
 
@@ -59,7 +60,7 @@ class DeviceRows:
             at = np.array(rows, dtype=np.int64)
             values = [(each.temperature, each.top_p, each.min_p) for each in params]
             arrays["new rows"] = at
-            arrays["new places"] = (at + len(self._seeds) * np.arange(3)[:, None]).reshape(-1)
+            arrays["new places"] = (at + self._params.shape[1] * np.arange(3)[:, None]).reshape(-1)
             arrays["new params"] = np.array(values, dtype=np.float64).T.reshape(-1)
             arrays["new top ks"] = np.array([max(0, each.top_k) for each in params], dtype=np.int32)
             shifts = self._batch.media.shifts[at]
@@ -77,6 +78,13 @@ class DeviceRows:
         if "new shifts" in sent:
             self._kernels.scatter(self.shifts, sent["new rows"], sent["new shifts"])
 
+    def write_again(self) -> None:
+        """Write what the first place of each copy holds once more: each kind of copy has a kernel of its own, which is
+        compiled then."""
+        place = torch.zeros(1, dtype=torch.int64, device=self.tables.device)
+        for kept in (self.tables, self._params, self._top_ks, self.shifts):
+            self._kernels.scatter(kept, place, kept.view(-1)[:1].clone())
+
     def numbers(self, rows: Ints) -> npt.NDArray[np.float64]:
         """Return the uniform numbers [S] of the next draws of these rows, by the rule of the host's sampler."""
         indices = self._batch.output_indices(rows).astype(np.uint64)
@@ -84,9 +92,8 @@ class DeviceRows:
 
     def draws(self, rows: Tensor, numbers: Tensor) -> SamplingRows:
         """Return what these rows [S] ask for in a step, with the ``numbers`` [S] of their draws."""
-        params = self._params.index_select(1, rows)
-        columns = (params[0], params[1], params[2], numbers, self._top_ks.index_select(0, rows))
-        return SamplingRows(columns, rows, self.last_tokens)
+        params = self._params
+        return SamplingRows((params[0], params[1], params[2], numbers, self._top_ks, rows), rows, self.last_tokens)
 
 
 _ALIGNMENT = 16
@@ -202,12 +209,15 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache]) -> None:
-        """Capture all graphs, over padding alone: compiling and capturing one takes seconds."""
-        if self._graphs is None:
-            return
+        """Compile the kernels that make the arrays of steps, and capture all graphs, over padding alone: compiling or
+        capturing one takes seconds."""
+        self._rows.write_again()
         nothing = {name: np.zeros(0, dtype=np.int32) for name in ("rows", "lengths", "token_ids")}
         starts, work = np.zeros(1, dtype=np.int32), np.zeros((0, 2), dtype=np.int32)
-        for size in self._graphs.sizes:
+        sizes = [] if self._graphs is None else self._graphs.sizes
+        self._prepare(self._buffers.send({**nothing, "starts": starts, "work": work}), StepSize(1, 1, 1))
+        for size in sizes:
+            assert self._graphs is not None, "a size comes from the graphs"
             # Over padding, which has no slot and no entry in the kernel's list: capturing needs no block, and no
             # request can be hurt.
             self._prepare(self._buffers.send({**nothing, "starts": starts, "work": work}), size.step)

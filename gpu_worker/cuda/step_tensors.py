@@ -31,9 +31,9 @@ class StepTensors:
     positions: Tensor
     """Rotary positions: the indices of tokens plus the shift of their row."""
     slots: Tensor
-    """[groups of layers, tokens] int64; -1: padding."""
+    """[groups of layers, at least tokens] int64; -1: padding."""
     tables: Tensor
-    """[groups of layers, requests, blocks of a request] int32."""
+    """[groups of layers, at least requests, blocks of a request] int32."""
     query_starts: Tensor
     """[requests + 1] int32."""
     seq_lens: Tensor
@@ -51,8 +51,9 @@ class StepTensors:
         return cls(
             token_ids=zeros(most.tokens, dtype=torch.int64),
             positions=zeros(most.tokens, dtype=torch.int64),
-            slots=zeros(num_groups, most.tokens, dtype=torch.int64),
-            tables=zeros(num_groups, most.requests, most_blocks),
+            # Rounded up, so that the rows of every group begin at a multiple of 16 bytes.
+            slots=zeros(num_groups, most.tokens + most.tokens % 2, dtype=torch.int64),
+            tables=zeros(num_groups, -(-most.requests // 4) * 4, most_blocks),
             query_starts=zeros(most.requests + 1),
             seq_lens=zeros(most.requests),
             work=zeros(most.entries, 2),

@@ -65,6 +65,11 @@ class DevicePool:
     def nbytes(self) -> int:
         return self._words.nbytes
 
+    def copy_first(self) -> None:
+        """Copy the first block to memory of its own: a GPU compiles the kernel for that, and no transfer waits for
+        it."""
+        self.start_read(np.zeros(1, dtype=np.int64), slice(None), self.staging(self.nbytes // self._words.shape[1]))()
+
     def start_read(self, block_ids: BlockIds, regions: slice, packed: Bytes) -> Wait:
         source = self._words[regions]
         with self._launching():
@@ -218,7 +223,9 @@ def make_device_pool(
         raise ValueError("the KV caches of the layers do not lie behind each other")
     block_bytes = words.shape[2] * words.itemsize
     regions = tuple(KVRegion(index * num_blocks * block_bytes, block_bytes) for index in range(len(words)))
-    return KVPool(DevicePool(words, copy, ipc), regions, num_blocks, layout)
+    device_pool = DevicePool(words, copy, ipc)
+    device_pool.copy_first()
+    return KVPool(device_pool, regions, num_blocks, layout)
 
 
 def _words(first: KVCache, count: int, num_blocks: int) -> Tensor:

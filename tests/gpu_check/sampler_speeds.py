@@ -25,7 +25,8 @@ def _draw(rows: Rows, target: Target, top_k: int, top_p: float) -> None:
     ones = torch.ones(count, device=target.device, dtype=torch.float64)
     columns = (ones, ones * top_p, ones * 0, torch.rand(count, device=target.device, dtype=torch.float64))
     top_ks = torch.full((count,), top_k, device=target.device, dtype=torch.int32)
-    ms = target.graph_ms(lambda: [draw(each, (*columns, top_ks)) for each in every], target.pick(2, 1)) / len(every)
+    asked = (*columns, top_ks, torch.arange(count, device=target.device))
+    ms = target.graph_ms(lambda: [draw(each, asked) for each in every], target.pick(2, 1)) / len(every)
     rows.add(f"sampler, {count} x {vocab:,}, top-k {top_k}, top-p {top_p}", ms=ms)
 
 

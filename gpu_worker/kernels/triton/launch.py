@@ -1,4 +1,10 @@
-"""Launches kernels: every launch of the package goes through :func:`launch`."""
+"""Launches kernels: every launch of the package goes through :func:`launch`.
+
+Triton compiles a kernel again for each kind of argument: whether 16 divides an integer or an address, and whether an
+integer is 1. So what differs between steps is marked ``do_not_specialize``, and arrays of steps begin at multiples of
+16 bytes: whatever compiles while requests wait costs them seconds. ``tests/gpu_worker/kernels/triton/test_compiles.py``
+counts it.
+"""
 
 from typing import Any
 

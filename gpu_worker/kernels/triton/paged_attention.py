@@ -14,7 +14,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def attend(
     query,
     keys,
@@ -41,23 +41,23 @@ def attend(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
 ):
-    """Compute the queries of one entry of ``work``, for one KV head and one of SPLITS parts of the keys.
+    """Compute the queries of one entry of ``work``, for one KV head and one part of the keys.
 
-    Grid: (entries of ``work``, num_kv_heads, SPLITS).
+    Grid: (entries of ``work``, num_kv_heads, parts of the keys, of which there is one unless IS_SPLIT).
 
     Args:
         query: [T, num_kv_heads * GROUP, HEAD]; tokens lie ``query_stride`` elements apart.
         keys: [num_blocks, num_kv_heads, BLOCK, CACHE_HEAD], as are ``values``; of the queries' dtype or 8-bit floats.
             Zeros follow a head's HEAD elements.
-        out: As query, contiguous. Written if SPLITS is 1.
-        partial: [T, num_heads, SPLITS, PADDED_HEAD] float32: what a split found. Written if SPLITS is more than 1.
-        sums: [T, num_heads, SPLITS, 2] float32: the largest score of a split, in powers of two, and its sum of weights.
+        out: As query, contiguous. Written unless IS_SPLIT.
+        partial: [T, num_heads, parts, PADDED_HEAD] float32: what a split found. Written if IS_SPLIT, as ``sums``.
+        sums: [T, num_heads, parts, 2] float32: the largest score of a split, in powers of two, and its sum of weights.
         work: [entries, 2] int32: a request, -1 for an entry without any, and its first query that is computed.
         query_starts: [requests + 1] int32. ``seq_lens``: [requests] int32. ``block_tables``: [requests, table_stride].
         sinks: [num_heads] float32, read if HAS_SINKS.
@@ -68,6 +68,7 @@ def attend(
         TILE: Keys that one turn of the loop reads.
     """
     entry, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
     # From the host's list: searching query_starts here, as vLLM's kernel does, would cost every program several loads
     # that depend on each other. An entry without a request is padding, so a graph replays any step that fits.
     request = tl.load(work + 2 * entry)
@@ -104,7 +105,7 @@ def attend(
     if HAS_WINDOW:
         begin = tl.maximum(context + first_query - window + 1, 0)
     first_tile = begin // TILE
-    per_split = tl.cdiv(tl.cdiv(end, TILE) - first_tile, SPLITS)
+    per_split = tl.cdiv(tl.cdiv(end, TILE) - first_tile, num_splits)
     first_tile += split * per_split
     last_tile = tl.minimum(first_tile + per_split, tl.cdiv(end, TILE))
 
@@ -149,7 +150,7 @@ def attend(
         found = found * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
 
-    if SPLITS == 1:
+    if not IS_SPLIT:
         result = found / total[:, None]
         tl.store(
             out + (tokens[:, None] * num_heads + heads[:, None]) * HEAD + dims[None, :],
@@ -157,23 +158,27 @@ def attend(
             mask=is_row[:, None] & (dims < HEAD)[None, :],
         )
     else:
-        cell = (tokens * num_heads + heads) * SPLITS + split
+        cell = (tokens * num_heads + heads) * num_splits + split
         tl.store(partial + cell[:, None] * PADDED_HEAD + dims[None, :], found, mask=is_row[:, None])
         tl.store(sums + 2 * cell, largest, mask=is_row)
         tl.store(sums + 2 * cell + 1, total, mask=is_row)
 
 
-@triton.jit
-def merge_splits(partial, sums, out, HEAD: tl.constexpr, PADDED_HEAD: tl.constexpr, SPLITS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_splits(
+    partial, sums, out, num_splits, HEAD: tl.constexpr, PADDED_HEAD: tl.constexpr, MOST_SPLITS: tl.constexpr
+):
     """Merge what the splits of one token and head found; the arguments are those of :func:`attend`.
 
-    Grid: (T * num_heads,). SPLITS is a power of two. Splits without keys have the sum 0.
+    Grid: (T * num_heads,). MOST_SPLITS is a power of two, at least ``num_splits``. Splits without keys have the sum 0.
     """
     cell = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_HEAD)
-    at = cell * SPLITS + splits
-    largest, totals = tl.load(sums + 2 * at), tl.load(sums + 2 * at + 1)
+    splits, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_HEAD)
+    is_split = splits < num_splits
+    at = cell * num_splits + splits
+    largest = tl.load(sums + 2 * at, mask=is_split, other=float("-inf"))
+    totals = tl.load(sums + 2 * at + 1, mask=is_split, other=0.0)
     factors = tl.where(totals > 0.0, tl.exp2(largest - tl.max(largest, 0)), 0.0)
-    found = tl.load(partial + at[:, None] * PADDED_HEAD + dims[None, :])
+    found = tl.load(partial + at[:, None] * PADDED_HEAD + dims[None, :], mask=is_split[:, None], other=0.0)
     result = tl.sum(found * factors[:, None], 0) / tl.sum(totals * factors, 0)
     tl.store(out + cell * HEAD + dims, result.to(out.dtype.element_ty), mask=dims < HEAD)

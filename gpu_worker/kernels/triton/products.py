@@ -48,7 +48,7 @@ def gate(gate_up, out, size, KIND: tl.constexpr, WIDTH: tl.constexpr):
 MOST_ROWS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows(
     x,
     weight,
@@ -121,7 +121,7 @@ def few_rows(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places"])
 def grouped_product(
     x,
     weights,

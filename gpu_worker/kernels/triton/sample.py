@@ -18,6 +18,7 @@ def sample(
     top_ps,
     min_ps,
     numbers,
+    asking,
     out,
     vocab,
     row_stride,
@@ -28,8 +29,9 @@ def sample(
 
     Args:
         logits: [rows, vocab] float32; rows lie ``row_stride`` elements apart.
-        temperatures, top_ps, min_ps: [rows] float64. A temperature of 0 takes the largest logit.
-        top_ks: [rows] int32; 0: no limit.
+        temperatures, top_ps, min_ps: [all that ask] float64. A temperature of 0 takes the largest logit.
+        top_ks: [all that ask] int32; 0: no limit.
+        asking: [rows] int64: where in these arrays each row's parameters stand.
         numbers: [rows] float64: the uniform number in [0, 1) of each row's draw.
         out: [rows] int64. -1: no logit of the row is finite; -2: all are -inf. A row whose largest logit is not finite,
             but which has a finite one, gives the first NaN, or else the first of the largest.
@@ -38,10 +40,11 @@ def sample(
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * row_stride
     largest, best, is_drawable = find_best(base, vocab, WIDTH)
-    temperature = tl.load(temperatures + row)
+    place = tl.load(asking + row)
+    temperature = tl.load(temperatures + place)
     token = best.to(tl.int64)
     if is_drawable & (temperature != 0.0):
-        top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+        top_k, top_p, min_p = tl.load(top_ks + place), tl.load(top_ps + place), tl.load(min_ps + place)
         threshold, num_equal = _limits(base, vocab, largest, temperature, top_k, top_p, min_p, WIDTH)
         number = tl.load(numbers + row)
         token = _draw(base, vocab, largest, temperature, threshold, num_equal, number, WIDTH, PARTS)

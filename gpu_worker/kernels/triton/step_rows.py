@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def scatter(target, places, values, count, WIDTH: tl.constexpr):
     """Write ``values[i]`` to ``target[places[i]]``. Grid: (count / WIDTH, rounded up).
 
@@ -18,7 +18,7 @@ def scatter(target, places, values, count, WIDTH: tl.constexpr):
     tl.store(target + place, tl.load(values + at, mask=is_value), mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_entries", "padded_tokens", "padded_entries"])
 def prepare_step(
     rows,
     starts,

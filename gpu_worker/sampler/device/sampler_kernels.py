@@ -106,7 +106,7 @@ def draw(logits: Tensor, columns: Sequence[Tensor], width: int = _WIDTH) -> Tens
     ``columns``: the arrays of ``SamplingArrays``, on the device.
     """
     num_rows, vocab = logits.shape
-    temperatures, top_ps, min_ps, numbers, top_ks = columns
+    temperatures, top_ps, min_ps, numbers, top_ks, asking = columns
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     launch(
         sample,
@@ -117,6 +117,7 @@ def draw(logits: Tensor, columns: Sequence[Tensor], width: int = _WIDTH) -> Tens
         top_ps,
         min_ps,
         numbers,
+        asking,
         out,
         vocab,
         logits.stride(0),

@@ -18,13 +18,15 @@ from ..host.sampler import Purpose, uniform
 
 
 class SamplingArrays(NamedTuple):
-    """Holds what the rows of a step ask for, one number a row each; see ``kernels.triton.sample``."""
+    """Holds what rows ask for, and which of them draw; see ``kernels.triton.sample``."""
 
     temperatures: npt.NDArray[np.float64]
     top_ps: npt.NDArray[np.float64]
     min_ps: npt.NDArray[np.float64]
     numbers: npt.NDArray[np.float64]
     top_ks: npt.NDArray[np.int32]
+    asking: npt.NDArray[np.int64]
+    """[S]: where each row of the logits finds its parameters; ``numbers`` are in the order of the logits."""
 
     @classmethod
     def of(cls, params: Sequence[CoreSamplingParams], output_indices: npt.NDArray[np.int64]) -> "SamplingArrays":
@@ -36,6 +38,7 @@ class SamplingArrays(NamedTuple):
             min_ps=np.array([each.min_p for each in params], dtype=np.float64),
             numbers=uniform(seeds, output_indices.astype(np.uint64), Purpose.SAMPLE),
             top_ks=np.array([max(0, each.top_k) for each in params], dtype=np.int32),
+            asking=np.arange(len(params)),
         )
 
 
@@ -44,7 +47,7 @@ class SamplingRows:
     """Holds on the device what the rows that draw in a step ask for; see ``kernels.triton.sample``."""
 
     columns: tuple[Tensor, ...]
-    """[S] each, in the order of ``SamplingArrays``."""
+    """As ``SamplingArrays``; parameters of all rows of the batch."""
     rows: Tensor
     """[S] int64."""
     last_tokens: Tensor

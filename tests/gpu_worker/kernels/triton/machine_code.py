@@ -175,7 +175,8 @@ def fp8_product(rows: int, outputs: int, inputs: int, kind: str = "none") -> Non
 
 def sampling() -> None:
     columns = [_empty(128, dtype=torch.float64) for _ in range(4)]
-    sampler_kernels.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
+    rows = _empty(128, dtype=torch.int32), _empty(128, dtype=torch.int64)
+    sampler_kernels.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, *rows])
 
 
 def rows_of_a_step() -> None:

@@ -71,7 +71,7 @@ def test_a_layer_is_at_most_nine_kernels(length, model_type, launched, save_chec
     compute(save_checkpoint(model_type), [1], [length])
     counts = Counter(launched)
     assert counts["attend"] == 3
-    assert counts["merge_splits"] == (3 if length > 64 else 0)
+    assert counts["merge_splits"] == 3
     in_layers = len(launched) - 2  # without the last norm and the logits
     assert in_layers <= 9 * 3
 

@@ -16,7 +16,10 @@ class HostKernels:
     """Fulfils ``cuda.sampler.SamplerKernels`` on tensors of the CPU."""
 
     def draw(self, logits: Tensor, columns: Sequence[Tensor]) -> Tensor:
-        return torch.tensor([_draw(row, *each) for row, *each in zip(logits.numpy(), *columns, strict=True)])
+        temperatures, top_ps, min_ps, numbers, top_ks, asking = columns
+        asked = [each[asking] for each in (temperatures, top_ps, min_ps)]
+        rows = zip(logits.numpy(), *asked, numbers, top_ks[asking], strict=True)
+        return torch.tensor([_draw(row, *each) for row, *each in rows])
 
     def change(self, logits: Tensor, edits: Sequence[Tensor], seen: Tensor) -> None:
         rows, starts, token_ids, values, *columns = (each.numpy() for each in edits)

@@ -1,0 +1,30 @@
+"""No kernel is compiled while requests wait: whatever a step needs was compiled before the first of them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CASES = ["llama", "qwen3, without graphs", "gemma3_text"]
+EVERYWHERE = {"add_norm", "attend", "few_rows", "merge_splits", "prepare_step", "rotate_and_write", "scatter"}
+ASKED = {"add_listed", "change_rows", "copy_blocks", "count_drawn", "logprobs", "sample"}
+
+
+@pytest.fixture(scope="module")
+def counts():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu_worker.kernels.triton.compiles", *CASES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_compiled_after_the_warm_up(counts, case):
+    found = counts[case]
+    assert {name.rpartition(".")[2] for name in found["kernels"]} >= EVERYWHERE | ASKED
+    assert found["steps"] > 60
+    assert found["before"] >= len(EVERYWHERE | ASKED)
+    assert found["after"] == []

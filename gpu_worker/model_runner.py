@@ -260,7 +260,7 @@ class ModelRunner:
         if self._routes is not None:
             if not self._recordings.computes_every_step:
                 return None
-            adapted = True
+            adapted = adapted or self._routes.keeps_choices
         return self._recordings.compute(self._model, inputs, self.kv_caches, adapted=adapted)
 
     def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -456,7 +456,12 @@ class ModelRunner:
     def record_ahead(self) -> None:
         """Record the steps whose recordings take long. No request may hold a block."""
         if self._recordings is not None and (self._routes is None or self._recordings.computes_every_step):
+            if self._routes is None:
+                self._recordings.record_ahead(self._model, self.kv_caches)
+                return
+            self._routes.begin(keep_choices=False)  # graphs count the tokens of experts, too
             self._recordings.record_ahead(self._model, self.kv_caches)
+            self._routes.end()
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
         """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a

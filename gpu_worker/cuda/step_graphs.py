@@ -16,7 +16,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import PlanTensors, TritonBackend, num_splits
-from ..models.model import StepModel
+from ..models.model import LanguageModel, routes_of
 from .step_tensors import Capture, Graph, StepSize, StepTensors
 
 # Steps with prompts have graphs too: a short chunk next to decodes made the whole step many single launches.
@@ -139,12 +139,12 @@ class StepGraphs:
         self._capture.forget()
         OF_PROCESS.end(_NO_GRAPH)
 
-    def record(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> None:
+    def record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> None:
         """Capture the graph of a size, if there is none. The tensors must hold a step of it, which may be padding."""
         if size not in self._graphs:
             self._graphs[size] = self._record(size, model, kv_caches)
 
-    def run(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor | None]:
+    def run(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor | None]:
         """Compute the step in the tensors, padded to ``size``. Returns the last hidden states [tokens, hidden_size] and
         the logits, if it is a decode, [tokens, vocab]; both hold until the next step."""
         self.record(size, model, kv_caches)
@@ -152,13 +152,20 @@ class StepGraphs:
         graph.replay()
         return graph.results[0], graph.results[1] if size.is_decode else None
 
-    def _record(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> Graph:
-        tensors = self._tensors.part(size.step)
+    def _record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> Graph:
+        tensors, routes = self._tensors.part(size.step), routes_of(model)
         longest = tensors.tables.shape[2] * self._plans.block_size
         plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens, longest)
 
         def compute() -> list[Tensor]:
-            hidden = model.forward(tensors.token_ids, tensors.positions, kv_caches, plan)
+            if routes is not None:
+                # Behind the last request stands how many tokens the step has: experts compute none of the padding.
+                routes.num_real = tensors.query_starts[-1:]
+            try:
+                hidden = model.forward(tensors.token_ids, tensors.positions, kv_caches, plan)
+            finally:
+                if routes is not None:
+                    routes.num_real = None
             return [hidden, model.compute_logits(hidden)] if size.is_decode else [hidden]
 
         try:

@@ -1,5 +1,5 @@
 """Computes linear layers on a GPU: few rows with a Triton kernel that streams the weights, more rows with cuBLAS, and
-the experts of a layer with two grouped products and one gate, whatever the router chose."""
+the experts of a layer with two grouped products, whatever the router chose."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,16 @@ from torch import Tensor
 
 from ..checkpoint.layer_state import LayerState, check_state, present, shapes_of
 from ..checkpoint.weights import Linear
-from ..kernels.triton.launch import launch
-from ..kernels.triton.products import MOST_ROWS, few_rows, gate, grouped_product
+from ..kernels.triton.launch import launch, power_of_2
+from ..kernels.triton.products import (
+    MOST_ROWS,
+    few_rows,
+    grouped_product,
+    mix_places,
+    place_rows,
+    rank_rows,
+    route,
+)
 from ..kernels.triton.rows import round_rows
 
 KINDS = {
@@ -124,7 +132,10 @@ def round_rows_at_once(x: Tensor) -> tuple[Tensor, Tensor]:
 
 _COLUMNS = 64
 _EXPERT_DEPTH = 64
-_GATE_WIDTH = 512
+_MIX_WIDTH = 1024
+_RANK_WIDTH = 256
+_PLACED = 8192
+"""Pairs of a row and an expert that a program compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,30 +150,29 @@ class ExpertTiles:
     """Of a tile."""
 
     @classmethod
-    def sort(cls, chosen: Tensor, num_experts: int) -> "ExpertTiles":
+    def sort(cls, chosen: Tensor, num_experts: int, counts: Tensor, num_real: Tensor) -> "ExpertTiles":
         """Sort the choices [T, k] into tiles, without waiting for them on the host.
 
         There are as many tiles as the choices may need at most: one for each full ``rows`` of them, and for each expert
-        one that is not full.
+        one that is not full. ``counts`` and ``num_real``: as :meth:`.expert_routes.LayerRoutes.places` returns them.
         """
-        flat = chosen.flatten()
-        num_places, device = len(flat), chosen.device
+        num_places, device = chosen.numel(), chosen.device
         rows = 16 if num_places <= 16 * num_experts else 64
         num_tiles = min(num_places, num_places // rows + num_experts)
-        by_expert, order = flat.sort(stable=True)
-        numbers = torch.arange(num_experts + 1, device=device)
-        starts = torch.searchsorted(by_expert, numbers)  # [experts + 1]: where each expert's places begin
-        tiles_before = torch.cumsum((starts.diff() + rows - 1) // rows, 0)  # [experts]: tiles up to and with each
-        tiles = torch.arange(num_tiles, device=device)
-        expert = torch.searchsorted(tiles_before, tiles, right=True)
-        known = expert.clamp(max=num_experts - 1)
-        first_tile = torch.where(known > 0, tiles_before[(known - 1).clamp(min=0)], 0)
-        index = starts[known] + (tiles - first_tile) * rows
-        at = index[:, None] + torch.arange(rows, device=device)
-        is_place = (at < starts[known + 1][:, None]) & (expert < num_experts)[:, None]
-        places = torch.where(is_place, order[at.clamp(max=num_places - 1)], num_places)
-        experts = torch.where(expert < num_experts, expert, -1)
-        return cls(places.flatten().to(torch.int32), experts.to(torch.int32), rows)
+        chosen = chosen.contiguous()
+        sizes = torch.zeros(num_experts, dtype=torch.int32, device=device)
+        ranks = torch.empty(num_places, dtype=torch.int32, device=device)
+        grid = (-(-num_places // _RANK_WIDTH),)
+        sizing = (chosen, num_real, sizes, ranks, counts, num_places, chosen.shape[1], num_experts)
+        launch(rank_rows, grid, *sizing, WIDTH=_RANK_WIDTH, num_warps=4)
+        places = torch.empty(num_tiles * rows, dtype=torch.int32, device=device)
+        experts = torch.empty(num_tiles, dtype=torch.int32, device=device)
+        padded = power_of_2(num_experts, 16)
+        width = max(16, _PLACED // padded)
+        placing = (chosen, ranks, sizes, places, experts, num_places, num_tiles, num_experts)
+        grid = (max(num_experts, -(-num_places // width)),)
+        launch(place_rows, grid, *placing, ROWS=rows, EXPERTS=padded, WIDTH=width, num_warps=4)
+        return cls(places, experts, rows)
 
 
 class TritonExperts:
@@ -187,43 +197,63 @@ class TritonExperts:
         self._down_scales = down_scales
         self._kind = KINDS[activation]
 
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return [T, hidden_size]: the sum of what the experts ``chosen`` [T, k] compute of x, times ``weights``."""
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, num_real: Tensor) -> Tensor:
+        """Return [T, hidden_size]: the sum of what the experts ``chosen`` [T, k] compute of x, times ``weights``.
+        ``counts``, ``num_real``: as in :meth:`ExpertTiles.sort`; rows of padding are arbitrary."""
         num_tokens, per_token = chosen.shape
-        tiles = ExpertTiles.sort(chosen, len(self._down))
+        tiles = ExpertTiles.sort(chosen, len(self._down), counts, num_real)
         num_places = num_tokens * per_token
-        inner = self._product(x.contiguous(), self._gate_up, self._gate_up_scales, tiles, num_places, share=per_token)
-        size = inner.shape[1] // 2
-        active = inner.new_empty(num_places, size)
-        grid = (num_places, -(-size // _GATE_WIDTH))
-        launch(gate, grid, inner, active, size, KIND=self._kind, WIDTH=_GATE_WIDTH, num_warps=4)
-        results = self._product(active, self._down, self._down_scales, tiles, num_places, share=1)
-        return (results.view(num_tokens, per_token, -1) * weights[..., None]).sum(1).to(x.dtype)
-
-    def _product(
-        self, x: Tensor, matrices: Tensor, scales: Tensor | None, tiles: ExpertTiles, num_places: int, share: int
-    ) -> Tensor:
-        _, outputs, inputs = matrices.shape
-        out = x.new_empty(num_places, outputs)
-        launch(
-            grouped_product,
-            (len(tiles.experts), -(-outputs // _COLUMNS)),
-            x,
-            matrices,
-            x if scales is None else scales,
-            out,
-            tiles.places,
-            tiles.experts,
-            num_places,
-            inputs,
-            outputs,
-            SHARE=share,
-            HAS_SCALES=scales is not None,
-            EVEN=inputs % _EXPERT_DEPTH == 0 and outputs % _COLUMNS == 0,
-            ROWS=tiles.rows,
-            COLUMNS=_COLUMNS,
-            DEPTH=_EXPERT_DEPTH,
-            num_warps=4,
-            num_stages=4,
-        )
+        up = (self._gate_up, self._gate_up_scales, self._kind)
+        active = _grouped(x.contiguous(), *up, tiles, num_places, share=per_token)
+        results = _grouped(active, self._down, self._down_scales, "none", tiles, num_places, share=1)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        size = x.shape[1]
+        grid = (num_tokens, -(-size // _MIX_WIDTH))
+        weights = weights.float().contiguous()
+        launch(mix_places, grid, results, weights, out, per_token, size, WIDTH=_MIX_WIDTH, num_warps=4)
         return out
+
+
+def _grouped(
+    x: Tensor, matrices: Tensor, scales: Tensor | None, kind: str, tiles: ExpertTiles, num_places: int, *, share: int
+) -> Tensor:
+    """Return the products [num_places, outputs] of places with their experts' matrices, or what a ``kind`` of
+    activation makes of gates and ups. ``share``: places that read one row of x."""
+    _, outputs, inputs = matrices.shape
+    outputs = outputs if kind == "none" else outputs // 2
+    out = x.new_empty(num_places, outputs)
+    launch(
+        grouped_product,
+        (len(tiles.experts), -(-outputs // _COLUMNS)),
+        x,
+        matrices,
+        x if scales is None else scales,
+        out,
+        tiles.places,
+        tiles.experts,
+        num_places,
+        inputs,
+        outputs,
+        SHARE=share,
+        HAS_SCALES=scales is not None,
+        KIND=kind,
+        EVEN=inputs % _EXPERT_DEPTH == 0 and outputs % _COLUMNS == 0,
+        ROWS=tiles.rows,
+        COLUMNS=_COLUMNS,
+        DEPTH=_EXPERT_DEPTH,
+        num_warps=4,
+        num_stages=4 if kind == "none" else 3,
+    )
+    return out
+
+
+def choose_experts(logits: Tensor, per_token: int, *, normalizes: bool) -> tuple[Tensor, Tensor]:
+    """Return the weights, float32, and the numbers of each token's experts, both [T, per_token], from a router's logits
+    [T, experts] float32: the largest shares of a softmax, divided by their sum if ``normalizes``."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, per_token, device=logits.device)
+    chosen = torch.empty(num_tokens, per_token, dtype=torch.int64, device=logits.device)
+    sizes = {"EXPERTS": power_of_2(num_experts, 16), "CHOICES": power_of_2(per_token)}
+    arguments = (logits.contiguous(), weights, chosen, num_experts, per_token)
+    launch(route, (num_tokens,), *arguments, NORMALIZES=normalizes, **sizes, num_warps=1)
+    return weights, chosen

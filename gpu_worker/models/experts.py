@@ -53,6 +53,17 @@ def load_grouped(
     return TritonExperts(gate_up.values, down.values, config.hidden_act, gate_up.scales, down.scales)
 
 
+ChooseExperts = Callable[..., tuple[Tensor, Tensor]]
+"""Is ``triton_linear.choose_experts``."""
+
+
+def choose_on_device() -> ChooseExperts:
+    """Return what chooses the experts of tokens on a GPU by one kernel."""
+    from ..layers.triton_linear import choose_experts
+
+    return choose_experts
+
+
 class _Matrices:
     """Holds a matrix of each expert, in the model's dtype or rounded to 8-bit floats as they come."""
 
@@ -118,10 +129,15 @@ class Experts:
         """The places of this rank; None: it has a part of each expert."""
         self._prepared: dict[int, MLP] = {}
         """Experts that will take over places."""
-        self._grouped: TritonExperts | QuantizedExperts | None = None
+        self._grouped: QuantizedExperts | None = None
         """Computes all experts at once, in the place of :attr:`_experts`."""
+        self._on_device: TritonExperts | None = None
+        """Does the same on a GPU."""
+        self._choose: ChooseExperts | None = None
+        """Chooses the experts of tokens from the router's logits; None: PyTorch's operations do."""
         if experts.own is None and self._group.size == 1 and can_group(checkpoint, config):
-            self._grouped = load_grouped(checkpoint, prefix, config, experts, names)
+            self._on_device = load_grouped(checkpoint, prefix, config, experts, names)
+            self._choose = choose_on_device()
         else:
             expert_config = config if experts.own is None else replace(config, shard=WHOLE)
             size = experts.intermediate_size
@@ -159,6 +175,8 @@ class Experts:
         if self._grouped is not None:
             self._routes.record_on_device(chosen)
             return self._grouped(x, weights, chosen)
+        if self._on_device is not None:
+            return self._on_device(x, weights, chosen, *self._routes.places(chosen))
         grouped = GroupedRows.sort(chosen)
         self._routes.record(chosen, grouped)
         if self._placement is not None:
@@ -286,6 +304,8 @@ class Experts:
         if self._switches.scales_inputs:
             best, chosen = logits.topk(self._switches.per_token, dim=-1)
             return self._sigmoid(best), chosen
+        if self._choose is not None:
+            return self._choose(logits, self._switches.per_token, normalizes=self._switches.normalizes_weights)
         shares = logits.softmax(-1)
         weights, chosen = shares.topk(self._switches.per_token, dim=-1)
         return weights / weights.sum(-1, keepdim=True) if self._switches.normalizes_weights else weights, chosen

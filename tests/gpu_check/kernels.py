@@ -17,6 +17,7 @@ from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.cuda.row_kernels import copy_pool_blocks, pool_words
+from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
 from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear, multiply_few, round_rows_at_once
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
@@ -135,10 +136,13 @@ def _experts(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
         every = torch.einsum("tei,ehi->teh", F.silu(gates) * ups, down.double())
         picked = every.gather(1, chosen[..., None].expand(-1, -1, hidden))
         expected = (picked * weights.double()[..., None]).sum(1)
-        wrong += _compare(
-            rows, f"experts, {tokens} rows", dtype, TritonExperts(gate_up, down, "silu")(x, weights, chosen), expected
-        )
+        found = TritonExperts(gate_up, down, "silu")(x, weights, chosen, *_places(chosen))
+        wrong += _compare(rows, f"experts, {tokens} rows", dtype, found, expected)
     return wrong
+
+
+def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    return ExpertRoutes(8, chosen.shape[1], 1).layers[0].places(chosen)
 
 
 def _eight_bits(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
@@ -164,8 +168,8 @@ def _eight_bits(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     plain = [
         values.float() * scales[..., None] for values, scales in ((up_values, up_scales), (down_values, down_scales))
     ]
-    expected = TritonExperts(*plain, "silu")(x.float(), weights, chosen)
-    found = TritonExperts(up_values, down_values, "silu", up_scales, down_scales)(x, weights, chosen)
+    expected = TritonExperts(*plain, "silu")(x.float(), weights, chosen, *_places(chosen))
+    found = TritonExperts(up_values, down_values, "silu", up_scales, down_scales)(x, weights, chosen, *_places(chosen))
     wrong += _compare(rows, "fp8 experts, 9 rows", dtype, found, expected)
     return wrong + _many_fp8_rows(rows, target, dtype)
 

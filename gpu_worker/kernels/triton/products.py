@@ -6,7 +6,8 @@ same, because a matrix instruction takes 16.
 
 The second multiplies rows by the matrices of their experts: one launch for all experts, whatever the router chose. The
 places of the rows are sorted by expert and padded so that each tile belongs to one expert (as in vLLM's fused experts).
-Sizes depend on how many rows there are alone, so nothing waits for the router's choice on the host.
+Sizes depend on how many rows there are alone, so nothing waits for the router's choice on the host. A layer of experts
+is ``route``, ``rank_rows``, ``place_rows``, two products and ``mix_places``.
 """
 
 import triton
@@ -134,6 +135,7 @@ def grouped_product(
     outputs,
     SHARE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    KIND: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -145,11 +147,12 @@ def grouped_product(
 
     Args:
         x: [num_places / SHARE, inputs]: place p reads row p / SHARE.
-        weights: [experts, outputs, inputs].
-        scales: [experts, outputs] float32, factors on 8-bit floats, read if HAS_SCALES.
-        out: [num_places, outputs].
+        weights: [experts, outputs, inputs]; with an activation [experts, 2 * outputs, inputs], all gates before ups.
+        scales: [experts, rows of a matrix] float32, factors on 8-bit floats, read if HAS_SCALES.
+        out: [num_places, outputs]: the product; with an activation activation(gates) * ups.
         places: [tiles * ROWS] int32: a place, or num_places where a tile is padded.
         experts: [tiles] int32: the expert of a tile, -1 for a tile without rows.
+        KIND: As in :func:`few_rows`.
         EVEN: Whether DEPTH divides ``inputs`` and COLUMNS ``outputs``.
     """
     tile = tl.program_id(0)
@@ -162,21 +165,165 @@ def grouped_product(
     place = tl.load(places + tile * ROWS + tl.arange(0, ROWS))
     is_row = place < num_places
     at_x = (place // SHARE).to(tl.int64)[:, None] * inputs + depth[None, :]
-    at_weight = (expert.to(tl.int64) * outputs + columns)[:, None] * inputs + depth[None, :]
+    first = expert.to(tl.int64) * outputs * (1 if KIND == "none" else 2) + columns
+    at_weight = first[:, None] * inputs + depth[None, :]
+    at_up = (first + outputs)[:, None] * inputs + depth[None, :]
     found = tl.zeros([ROWS, COLUMNS], tl.float32)
+    ups = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in tl.range(0, inputs, DEPTH):
         if EVEN:
             part = tl.load(x + at_x + begin, mask=is_row[:, None], other=0.0)
             matrix = tl.load(weights + at_weight + begin).to(part.dtype)
+            if KIND != "none":
+                other = tl.load(weights + at_up + begin).to(part.dtype)
+                ups = tl.dot(part, tl.trans(other), ups, input_precision="ieee")
         else:
             is_deep = (depth + begin < inputs)[None, :]
             part = tl.load(x + at_x + begin, mask=is_row[:, None] & is_deep, other=0.0)
             matrix = tl.load(weights + at_weight + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
+            if KIND != "none":
+                other = tl.load(weights + at_up + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
+                ups = tl.dot(part, tl.trans(other), ups, input_precision="ieee")
         found = tl.dot(part, tl.trans(matrix), found, input_precision="ieee")
     if HAS_SCALES:
-        found *= tl.load(scales + expert.to(tl.int64) * outputs + columns, mask=is_column, other=0.0)[None, :]
+        found *= tl.load(scales + first, mask=is_column, other=0.0)[None, :]
+        if KIND != "none":
+            ups *= tl.load(scales + first + outputs, mask=is_column, other=0.0)[None, :]
+    if KIND != "none":
+        dtype = x.dtype.element_ty
+        active = activate(found.to(dtype).to(tl.float32), KIND).to(dtype).to(tl.float32)
+        found = active * ups.to(dtype).to(tl.float32)
     tl.store(
         out + place.to(tl.int64)[:, None] * outputs + columns[None, :],
         found.to(out.dtype.element_ty),
         mask=is_row[:, None] & is_column[None, :],
     )
+
+
+@triton.jit
+def route(
+    logits,
+    weights,
+    chosen,
+    num_experts,
+    per_token,
+    NORMALIZES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """Choose the experts of one token: those with the largest shares of a softmax. Grid: (T,).
+
+    Args:
+        logits: [T, num_experts] float32, of the router.
+        weights: [T, per_token] float32: the shares, divided by their sum if NORMALIZES. Written, as ``chosen``.
+        chosen: [T, per_token] int64, by falling shares; among equals the lower number comes first.
+        EXPERTS, CHOICES: powers of two, at least ``num_experts`` and ``per_token``.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    numbers, places = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    is_expert = numbers < num_experts
+    x = tl.load(logits + token * num_experts + numbers, mask=is_expert, other=float("-inf"))
+    shares = tl.exp(x - tl.max(x, 0))
+    shares = shares / tl.sum(shares, 0)
+    # A NaN counts as the largest, as in PyTorch: whatever a row holds, what is chosen is the number of an expert.
+    left = tl.where(is_expert, tl.where(shares == shares, shares, float("inf")), -1.0)
+    kept = tl.zeros([CHOICES], tl.float32)
+    found = tl.zeros([CHOICES], tl.int32)
+    for place in tl.range(0, per_token):
+        number = tl.min(tl.where(left == tl.max(left, 0), numbers, EXPERTS), 0)
+        is_it = numbers == number
+        kept = tl.where(places == place, tl.sum(tl.where(is_it, shares, 0.0), 0), kept)
+        found = tl.where(places == place, number, found)
+        left = tl.where(is_it, -2.0, left)
+    if NORMALIZES:
+        kept = kept / tl.sum(kept, 0)
+    at = token * per_token + places
+    tl.store(weights + at, kept, mask=places < per_token)
+    tl.store(chosen + at, found.to(tl.int64), mask=places < per_token)
+
+
+@triton.jit(do_not_specialize=["num_real", "num_places"])
+def rank_rows(chosen, num_real, sizes, ranks, counts, num_places, per_token, num_experts, WIDTH: tl.constexpr):
+    """Number the rows of each expert. Grid: (num_places / WIDTH, rounded up).
+
+    Args:
+        chosen: [num_places] int64: the expert of each place. A number that no expert has is none.
+        num_real: [1] int32: the tokens behind so many are padding, whose places have no expert.
+        sizes: [num_experts] int32, zeros: how many rows each has. Written, as is what follows.
+        ranks: [num_places] int32: the number of a place among those of its expert, in any order; -1: it has none.
+        counts: [num_experts] int64: the rows of each expert are added to it.
+    """
+    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    is_place = at < num_places
+    expert = tl.load(chosen + at, mask=is_place, other=-1)
+    is_row = is_place & (at // per_token < tl.load(num_real)) & (expert >= 0) & (expert < num_experts)
+    # What a row gets does not depend on its number, so the order in which programs come is no matter.
+    rank = tl.atomic_add(sizes + expert, tl.full([WIDTH], 1, tl.int32), mask=is_row)
+    tl.atomic_add(counts + expert, tl.full([WIDTH], 1, tl.int64), mask=is_row)
+    tl.store(ranks + at, tl.where(is_row, rank, -1), mask=is_place)
+
+
+@triton.jit(do_not_specialize=["num_places", "num_tiles"])
+def place_rows(
+    chosen,
+    ranks,
+    sizes,
+    places,
+    experts,
+    num_places,
+    num_tiles,
+    num_experts,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Put rows into tiles of ROWS, each of one expert. Grid: (at least num_experts, and num_places / WIDTH, rounded
+    up).
+
+    A program writes the tiles of one expert, and what pads the last of them, and then the places of WIDTH rows.
+
+    Args:
+        chosen, ranks, sizes: as :func:`rank_rows` has them, and has written them.
+        places: [num_tiles * ROWS] int32, see :func:`grouped_product`. Written, as ``experts`` [num_tiles] int32.
+        EXPERTS: A power of two, at least ``num_experts``.
+    """
+    program = tl.program_id(0)
+    numbers = tl.arange(0, EXPERTS)
+    size = tl.load(sizes + numbers, mask=numbers < num_experts, other=0)
+    tiles = (size + ROWS - 1) // ROWS
+    own_size = tl.sum(tl.where(numbers == program, size, 0), 0)
+    own_tiles = tl.sum(tl.where(numbers == program, tiles, 0), 0)
+    own_first = tl.sum(tl.where(numbers < program, tiles, 0), 0)
+    for tile in range(own_tiles):
+        tl.store(experts + own_first + tile, program)
+    lanes = tl.arange(0, ROWS)
+    tl.store(
+        places + own_first * ROWS + own_size + lanes,
+        tl.zeros([ROWS], tl.int32) + num_places,
+        mask=lanes < own_tiles * ROWS - own_size,
+    )
+    if program == 0:
+        for begin in range(tl.sum(tiles, 0), num_tiles, EXPERTS):
+            tl.store(experts + begin + numbers, tl.full([EXPERTS], -1, tl.int32), mask=begin + numbers < num_tiles)
+    at = program * WIDTH + tl.arange(0, WIDTH)
+    rank = tl.load(ranks + at, mask=at < num_places, other=-1)
+    expert = tl.load(chosen + at, mask=at < num_places, other=0)
+    first = tl.sum(tl.where(numbers[None, :] < expert[:, None], tiles[None, :], 0), 1)
+    tl.store(places + first * ROWS + rank, at, mask=rank >= 0)
+
+
+@triton.jit
+def mix_places(results, weights, out, per_token, size, WIDTH: tl.constexpr):
+    """Add up what the experts of one token found, WIDTH columns of it. Grid: (T, size / WIDTH, rounded up).
+
+    results: [T * per_token, size]; weights: [T, per_token] float32; out: [T, size].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_column = columns < size
+    found = tl.zeros([WIDTH], tl.float32)
+    for place in tl.range(0, per_token):
+        row = token * per_token + place
+        part = tl.load(results + row * size + columns, mask=is_column, other=0.0).to(tl.float32)
+        found += part * tl.load(weights + row)
+    tl.store(out + token * size + columns, found.to(out.dtype.element_ty), mask=is_column)

@@ -32,6 +32,7 @@ from tokenloom.gpu_worker.cuda import row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers import triton_linear as triton_experts
+from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
@@ -158,14 +159,19 @@ def rotation(kv_dtype: torch.dtype = torch.bfloat16) -> None:
 
 def experts(tokens: int) -> None:
     layer = TritonExperts(_empty(8, 2 * 1024, 2048), _empty(8, 2048, 1024), "silu")
-    layer(_empty(tokens, 2048), _empty(tokens, 2, dtype=torch.float32), _empty(tokens, 2, dtype=torch.int64))
+    _compute_experts(layer, tokens)
+
+
+def _compute_experts(layer: TritonExperts, tokens: int) -> None:
+    logits, routes = _empty(tokens, 8, dtype=torch.float32), ExpertRoutes(8, 2, 1)
+    weights, chosen = triton_linear.choose_experts(logits, 2, normalizes=True)
+    layer(_empty(tokens, 2048), weights, chosen, *routes.layers[0].places(chosen))
 
 
 def fp8_experts(tokens: int) -> None:
     matrices = _empty(8, 2 * 1024, 2048, dtype=FP8), _empty(8, 2048, 1024, dtype=FP8)
     scales = _empty(8, 2 * 1024, dtype=torch.float32), _empty(8, 2048, dtype=torch.float32)
-    layer = TritonExperts(*matrices, "silu", *scales)
-    layer(_empty(tokens, 2048), _empty(tokens, 2, dtype=torch.float32), _empty(tokens, 2, dtype=torch.int64))
+    _compute_experts(TritonExperts(*matrices, "silu", *scales), tokens)
 
 
 def fp8_product(rows: int, outputs: int, inputs: int, kind: str = "none") -> None:

@@ -7,14 +7,19 @@ import torch.nn.functional as F
 from tests.pairwise import pairs
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers.activation import ACTIVATIONS
+from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.fp8_linear import round_rows, round_weight
-from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, TritonExperts, TritonLinear
+from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, TritonExperts, TritonLinear, choose_experts
 
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.float16: {"rtol": 5e-3, "atol": 1e-2}}
 
 
 def random(dtype, *size):
     return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
+
+
+def places(chosen, experts):
+    return ExpertRoutes(experts, chosen.shape[1], 1).layers[0].places(chosen)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +87,8 @@ def test_tiles_hold_each_place_once_and_one_expert_each(tokens, per_token, exper
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)])
     chosen[tokens // 2 :] = chosen[0].clone()  # so that some experts have many rows, and others none
-    tiles = ExpertTiles.sort(chosen, experts)
+    counts, num_real = torch.zeros(experts, dtype=torch.int64), torch.tensor([tokens], dtype=torch.int32)
+    tiles = ExpertTiles.sort(chosen, experts, counts, num_real)
     flat, seen = chosen.flatten(), []
     for places, expert in zip(tiles.places.view(-1, tiles.rows).tolist(), tiles.experts.tolist(), strict=True):
         real = [place for place in places if place < len(flat)]
@@ -90,6 +96,38 @@ def test_tiles_hold_each_place_once_and_one_expert_each(tokens, per_token, exper
         assert not real or expert >= 0
         seen += real
     assert sorted(seen) == list(range(len(flat)))
+    assert counts.tolist() == torch.bincount(flat, minlength=experts).tolist()
+
+
+def test_padding_has_no_expert():
+    """Behind the tokens of a step a graph computes padding: no expert reads its weights for it, and it does not
+    count."""
+    chosen = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 2]])
+    counts, num_real = torch.full((3,), 10), torch.tensor([2], dtype=torch.int32)
+    tiles = ExpertTiles.sort(chosen, 3, counts, num_real)
+    seen = [place for place in tiles.places.tolist()[: 16 * int((tiles.experts >= 0).sum())] if place < 8]
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert tiles.experts.tolist() == [0, 1, 2, -1, -1, -1][: len(tiles.experts)]
+    assert counts.tolist() == [11, 11, 12]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "per_token"), [(1, 8, 2), (5, 60, 4), (3, 128, 8), (2, 4, 1)])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_a_router_s_choice_is_that_of_pytorch(tokens, experts, per_token, normalizes):
+    logits = 3 * random(torch.float32, tokens, experts)
+    expected, numbers = logits.softmax(-1).topk(per_token, dim=-1)
+    weights, chosen = choose_experts(logits, per_token, normalizes=normalizes)
+    assert torch.equal(chosen, numbers)
+    torch.testing.assert_close(weights, expected / expected.sum(-1, keepdim=True) if normalizes else expected)
+
+
+def test_rows_that_are_not_finite_choose_experts_all_the_same():
+    logits = torch.tensor([[1.0, float("nan"), 0.0], [float("inf"), 0.0, 0.0], [-float("inf")] * 3, [0.0, 0.0, 0.0]])
+    weights, chosen = choose_experts(logits, 2, normalizes=True)
+    assert ((chosen >= 0) & (chosen < 3)).all()
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    assert weights.isnan().all(1).tolist() == [True, True, True, False]
+    assert chosen[3].tolist() == [0, 1], "among equals the lower number"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -106,7 +144,7 @@ def test_experts(dtype, tokens, experts, hidden, size):
             gates, ups = (x[token].float() @ gate_up[expert].float().T).to(dtype).chunk(2)
             inner = (F.silu(gates) * ups).float()
             expected[token] += weights[token, place] * (inner @ down[expert].float().T)
-    found = TritonExperts(gate_up, down, "silu")(x, weights, chosen)
+    found = TritonExperts(gate_up, down, "silu")(x, weights, chosen, *places(chosen, experts))
     torch.testing.assert_close(found, expected.to(dtype), **TOLERANCE[dtype])
 
 
@@ -133,10 +171,12 @@ def test_experts_of_8_bit_floats(dtype):
     gate_up, down = random(dtype, 3, 2 * 48, 64) / 8, random(dtype, 3, 64, 48) / 8
     rounded = [round_rows(matrices) for matrices in (gate_up, down)]
     plain = [(values.float() * scales[..., None]) for values, scales in rounded]
-    expected = TritonExperts(plain[0], plain[1], "silu")(x.float(), weights, chosen)
-    found = TritonExperts(rounded[0][0], rounded[1][0], "silu", rounded[0][1], rounded[1][1])(x, weights, chosen)
+    held = places(chosen, 3)
+    expected = TritonExperts(plain[0], plain[1], "silu")(x.float(), weights, chosen, *held)
+    eight_bits = TritonExperts(rounded[0][0], rounded[1][0], "silu", rounded[0][1], rounded[1][1])
+    found = eight_bits(x, weights, chosen, *held)
     torch.testing.assert_close(found, expected.to(dtype), **TOLERANCE[dtype])
-    exact = TritonExperts(gate_up.float(), down.float(), "silu")(x.float(), weights, chosen)
+    exact = TritonExperts(gate_up.float(), down.float(), "silu")(x.float(), weights, chosen, *held)
     assert (found.float() - exact).norm() / exact.norm() < 0.05  # what rounding the weights costs
 
 

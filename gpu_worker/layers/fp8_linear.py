@@ -84,6 +84,11 @@ class Fp8Linear:
 
         return self._few(x, KINDS[activation], None)
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return weight, scales and bias."""
+        return self._weight, self._scales, self._bias
+
     def _few(self, x: Tensor, kind: str, dtype: torch.dtype | None) -> Tensor:
         from .triton_linear import multiply_few
 

@@ -1,10 +1,21 @@
 """Normalization layers."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.weights import Checkpoint
+
+
+class RowNorm(NamedTuple):
+    """Holds an RMSNorm of rows; see :func:`rms_norm`."""
+
+    weight: Tensor
+    """[size]"""
+    eps: float
+    shift: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:

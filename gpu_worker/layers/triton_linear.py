@@ -20,6 +20,7 @@ from ..kernels.triton.products import (
     route,
 )
 from ..kernels.triton.rows import round_rows
+from .norm import RowNorm
 
 KINDS = {
     "silu": "silu",
@@ -77,6 +78,11 @@ class TritonLinear:
         """Return activation(gate) * up [n, out / 2] for rows that it :meth:`takes`; gates are the first outputs."""
         return multiply_few(x, self._weight, None, self._bias, KINDS[activation])
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return weight, scales and bias, as :func:`multiply_few` takes them."""
+        return self._weight, None, self._bias
+
 
 def are_few(x: Tensor) -> bool:
     """Return whether :func:`multiply_few` computes these rows."""
@@ -90,14 +96,25 @@ def multiply_few(
     bias: Tensor | None,
     kind: str = "none",
     dtype: torch.dtype | None = None,
+    norm: RowNorm | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Return x · weightᵀ + bias [n, out] of ``dtype``, by default that of x, or with a ``kind`` of activation
-    activation(gate) * up [n, out / 2]. ``scales`` [out]: factors on a weight of 8-bit floats."""
+    activation(gate) * up [n, out / 2].
+
+    Args:
+        scales: [out]: factors on a weight of 8-bit floats.
+        norm: What is applied to x before; None: nothing.
+        into: [n, outputs]: what is returned is added to it, in place; None: to nothing.
+    """
     x = x.contiguous()
     inputs, outputs = x.shape[1], len(weight) if kind == "none" else len(weight) // 2
     # With gates a program reads two rows of weights for each output.
     columns = 16 if kind != "none" else 32 if outputs < 1 << 15 else 64
-    out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
+    out = into
+    if out is None:
+        out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
+    weights, eps, shift = (x, 0.0, 0.0) if norm is None else norm
     launch(
         few_rows,
         (-(-outputs // columns),),
@@ -105,12 +122,17 @@ def multiply_few(
         weight,
         x if scales is None else scales,
         x if bias is None else bias,
+        weights,
         out,
         len(x),
         inputs,
         outputs,
+        eps,
+        shift,
         HAS_SCALES=scales is not None,
         HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        ADDS=into is not None,
         KIND=kind,
         EVEN=inputs % _DEPTH == 0 and outputs % columns == 0,
         COLUMNS=columns,

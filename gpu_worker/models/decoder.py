@@ -16,8 +16,9 @@ from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds, TokenTable, add_level, embed, load_ends, load_table
 from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import Linear, load_linear
+from ..layers.norm import RowNorm
 from ..layers.rotary import RotaryEmbedding, halves
-from ..ops.ops import HeadNorm, Ops, Rotation
+from ..ops.ops import HeadNorm, LayerParts, Ops, Rotation
 from ..parallel.group import RankGroup
 from ..parallel.ranks import Stage
 from ..parallel.sharding import Dimension, joined, length
@@ -45,13 +46,13 @@ class AddNorm:
     ) -> None:
         """``size``: of the rows; 0: hidden_size. ``eps``: None: the model's. ``shifts``: whether the family's shift
         is added to weights."""
-        self._weight = checkpoint.take(f"{name}.weight", size or config.hidden_size)
-        self._eps = config.norm_eps if eps is None else eps
-        self._shift = config.traits.norm_shift if shifts else 0.0
+        weight = checkpoint.take(f"{name}.weight", size or config.hidden_size)
+        eps, shift = config.norm_eps if eps is None else eps, config.traits.norm_shift if shifts else 0.0
+        self.norm = RowNorm(weight, eps, shift)
         self._ops = ops
 
     def __call__(self, residual: Tensor, delta: Tensor | None) -> Tensor:
-        return self._ops.add_norm(residual, delta, self._weight, self._eps, self._shift)
+        return self._ops.add_norm(residual, delta, *self.norm)
 
 
 class Attention:
@@ -80,6 +81,16 @@ class Attention:
         self._head_norm = _load_head_norm(checkpoint, prefix, config)
         if config.traits.qk_norm == "all":
             self._qkv = NormedProjection(self._qkv, checkpoint, prefix, (query_size, kv_size), config, ops)
+
+    @property
+    def layers(self) -> tuple[Linear, Linear]:
+        """Return the layers to queries, keys and values, and from what they find back."""
+        return self._qkv, self._out
+
+    @property
+    def heads(self) -> tuple[HeadNorm | None, int, ScoreRule]:
+        """Return the norm of heads, their size, and the rule of their scores."""
+        return self._head_norm, self._head_size, self._rule
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
@@ -216,6 +227,15 @@ class DecoderLayer:
         self._scale = config.residual_scale
         self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
         self.mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
+
+    @property
+    def parts(self) -> LayerParts | None:
+        """Return what the layer consists of; None: of more than attention and an MLP."""
+        mix, mlp = self._mix, self.mlp
+        if type(mix) is not Attention or type(mlp) is not MLP or self._scale != 1.0:
+            return None
+        norms = self._input_norm.norm, self._post_norm.norm
+        return LayerParts(norms, mix.layers, mlp.layers, mlp.activation, *mix.heads)
 
     def __call__(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kept: Any, plan: Any) -> Tensor:
         """Take and return the part that is not yet added to ``residual``; the next norm adds it in the same pass.
@@ -395,7 +415,9 @@ class DecoderModel:
             kind = PostNormLayer
 
         def load(layer: int) -> DecoderLayer | PartLayer | PostNormLayer:
-            return kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
+            made = kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
+            parts = made.parts if isinstance(made, DecoderLayer) else None
+            return made if parts is None else ops.fused(made, parts)
 
         count = config.num_layers if config.mixer is None else len(config.mixer.layers)
         replace_layers(self._layers, count, load)
@@ -433,7 +455,7 @@ class DecoderModel:
             delta = layer(residual, delta, rotations[rotary], kv_cache, plan)
             if embeds:
                 level += 1
-                add_level(delta, embeds, level)
+                add_level(residual if delta is None else delta, embeds, level)
         return self._leave(residual, delta)
 
     def _forward_keeping(
@@ -458,7 +480,7 @@ class DecoderModel:
                 kept.append(residual.clone() if delta is None else residual + delta)
             delta = layer(residual, delta, rotations[rotary], kv_cache, plan)
             if embeds:
-                add_level(delta, embeds, number + 1)
+                add_level(residual if delta is None else delta, embeds, number + 1)
         # A profile computes fewer layers, and sends as many rows as a step.
         kept += [residual] * (len(self._kept_before(len(self._layers))) - len(kept))
         if self._stage is None or self.config.is_last_stage:

@@ -49,7 +49,7 @@ class MLP:
         bias, quantization = config.mlp_bias, config.quantization
         self._gate_up = load_linear(checkpoint, stored, hidden, outputs, bias, quantization)
         self._down = load_linear(checkpoint, [f"{prefix}.{names.down}"], inner, [hidden], bias, quantization, sums=sums)
-        self._activation = config.hidden_act
+        self.activation = config.hidden_act
         self._ops = ops
 
     @property
@@ -79,7 +79,7 @@ class MLP:
         self._down = _movable(self._down).take(other._down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._ops.gated(self._gate_up, x, self._activation))
+        return self._down(self._ops.gated(self._gate_up, x, self.activation))
 
 
 class UngatedMLP:

@@ -1,12 +1,13 @@
 """Defines the operations of a decoder layer that are worth fusing. Models call these and know no backend."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionPlan, KVCache
+from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
 from ..checkpoint.weights import Linear
+from ..layers.norm import RowNorm
 from .state_ops import StateOps
 
 Rotation = tuple[Tensor, Tensor]
@@ -21,6 +22,24 @@ class HeadNorm(NamedTuple):
     eps: float
     shift: float = 0.0
     """What is added to each weight."""
+
+
+class LayerParts(NamedTuple):
+    """Holds what a decoder layer consists of that is attention and an MLP, each after a norm."""
+
+    norms: tuple[RowNorm, RowNorm]
+    """Before attention, and before the MLP."""
+    attention: tuple[Linear, Linear]
+    """To queries, keys and values, and from what they find back."""
+    mlp: tuple[Linear, Linear]
+    """To gates and ups, and from their product back."""
+    activation: str
+    head_norm: HeadNorm | None
+    head_size: int
+    rule: ScoreRule
+
+
+Layer = TypeVar("Layer", bound=Callable[..., Tensor | None])
 
 
 class Ops(Protocol):
@@ -73,3 +92,7 @@ class Ops(Protocol):
         rotation of fewer than head_size / 2 angles turns the first dimensions of a head alone.
         Returns the queries, [T, num_heads, head_size].
         """
+
+    def fused(self, layer: Layer, parts: LayerParts) -> Layer:
+        """Return what computes a layer of these parts in fewer calls, or the layer itself. What it returns may be None:
+        then all is added to the residual stream already."""

@@ -11,7 +11,7 @@ from ..checkpoint.weights import Linear
 from ..layers.activation import gated
 from ..layers.norm import rms_norm
 from ..layers.rotary import rotate, rotation
-from .ops import HeadNorm, Rotation
+from .ops import HeadNorm, Layer, LayerParts, Rotation
 from .state_ops import StateOps
 
 
@@ -53,6 +53,9 @@ class TorchOps:
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return rotation(positions, frequencies, factor)
+
+    def fused(self, layer: Layer, parts: LayerParts) -> Layer:
+        return layer
 
     def rotate_and_write(
         self,

@@ -1,5 +1,7 @@
 """Runs the operations as Triton kernels on a GPU."""
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,15 @@ from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.products import gate
 from ..kernels.triton.rows import add_norm
 from ..layers.fp8_linear import Fp8Linear
-from ..layers.triton_linear import KINDS, TritonLinear
-from .ops import HeadNorm, Rotation
+from ..layers.triton_linear import KINDS, TritonLinear, are_few, multiply_few
+from .ops import HeadNorm, Layer, LayerParts, Rotation
 from .torch_ops import TorchOps
 
 _HEADS = 8
 """Heads that one program rotates."""
 _GATE_WIDTH = 1024
+_FUSED = (torch.bfloat16,)
+"""In float16 rows that are multiplied by the weights of a norm before they are scaled could be infinite."""
 
 
 class TritonOps(TorchOps):
@@ -61,6 +65,12 @@ class TritonOps(TorchOps):
             return linear.gated(x, activation)
         return super().gated(linear, x, activation)
 
+    def fused(self, layer: Layer, parts: LayerParts) -> Layer:
+        linears = (*parts.attention, *parts.mlp)
+        if parts.activation not in KINDS or not all(isinstance(each, (TritonLinear, Fp8Linear)) for each in linears):
+            return layer
+        return cast(Layer, FewRowsLayer(layer, parts, self))
+
     def rotate_and_write(
         self,
         heads: Tensor,
@@ -100,3 +110,38 @@ class TritonOps(TorchOps):
             num_warps=4,
         )
         return heads[:, :num_heads]
+
+
+class FewRowsLayer:
+    """Computes a decoder layer of few rows with six kernels, and one more where keys are split: products that normalize
+    the rows that they read, and add what they find to the residual stream. Of more rows it computes the layer as it
+    is."""
+
+    def __init__(self, layer: Any, parts: LayerParts, ops: TritonOps) -> None:
+        self._layer = layer
+        self._parts = parts
+        self._ops = ops
+        self.mlp = layer.mlp
+
+    def __call__(
+        self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
+    ) -> Tensor | None:
+        """Take and return what the layer does; None: nothing is left to be added to ``residual``."""
+        if not are_few(residual) or residual.dtype not in _FUSED:
+            delta = self._layer(residual, delta, rotation, kv_cache, plan)
+            return delta
+        if delta is not None:
+            residual += delta
+        parts = self._parts
+        (qkv, out), (gate_up, down) = (_stored(pair) for pair in (parts.attention, parts.mlp))
+        heads = multiply_few(residual, *qkv, norm=parts.norms[0]).view(len(residual), -1, parts.head_size)
+        query = self._ops.rotate_and_write(heads, parts.head_norm, rotation, kv_cache, plan)
+        multiply_few(plan.attend(query, kv_cache, parts.rule).flatten(1), *out, into=residual)
+        inner = multiply_few(residual, *gate_up, KINDS[parts.activation], norm=parts.norms[1])
+        multiply_few(inner, *down, into=residual)
+        return None
+
+
+def _stored(linears: tuple[Linear, Linear]) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Return weight, scales and bias of each."""
+    return [each.stored for each in linears if isinstance(each, (TritonLinear, Fp8Linear))]

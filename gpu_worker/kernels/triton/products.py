@@ -2,7 +2,8 @@
 
 The first product is of at most 16 rows: what a decode step of few requests does, limited by reading the weights. Each
 program streams the weights of a few outputs through shared memory once, at 16 bytes a load. Up to 16 rows cost the
-same, because a matrix instruction takes 16.
+same, because a matrix instruction takes 16. It may normalize the rows that it reads, and add what it finds to the
+residual stream: a layer of few rows is then six or seven kernels, and what their begins and ends cost counts.
 
 The second multiplies rows by the matrices of their experts: one launch for all experts, whatever the router chose. The
 places of the rows are sorted by expert and padded so that each tile belongs to one expert (as in vLLM's fused experts).
@@ -55,12 +56,17 @@ def few_rows(
     weight,
     scales,
     bias,
+    norm,
     out,
     num_rows,
     inputs,
     outputs,
+    eps,
+    shift,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ADDS: tl.constexpr,
     KIND: tl.constexpr,
     EVEN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -75,7 +81,9 @@ def few_rows(
         weight: [outputs, inputs]; with an activation [2 * outputs, inputs], all gates before the ups.
         scales: [rows of ``weight``] float32, factors on 8-bit floats, read if HAS_SCALES.
         bias: As many numbers as ``weight`` has rows, read if HAS_BIAS.
-        out: [num_rows, outputs]: the product; with an activation activation(gates) * ups.
+        norm: [inputs], read if HAS_NORM: what is multiplied is x / rms(x) * (norm + shift), with ``eps`` in the rms.
+        out: [num_rows, outputs]: the product; with an activation activation(gates) * ups; if ADDS, what it holds is
+            added to that.
         KIND: The activation, see ``activations.activate``; "none": there is none.
         EVEN: Whether COLUMNS divides ``outputs`` and DEPTH ``inputs``.
     """
@@ -84,12 +92,16 @@ def few_rows(
     is_row, is_column = rows < num_rows, columns < outputs
     found = tl.zeros([16, COLUMNS], tl.float32)
     ups = tl.zeros([16, COLUMNS], tl.float32)
+    squares = tl.zeros([16, DEPTH], tl.float32)
     at_x = rows[:, None] * inputs + depth[None, :]
     at_weight = columns.to(tl.int64)[:, None] * inputs + depth[None, :]
     at_up = (columns + outputs).to(tl.int64)[:, None] * inputs + depth[None, :]
     for begin in tl.range(0, inputs, DEPTH):
         if EVEN:
             part = tl.load(x + at_x + begin, mask=is_row[:, None], other=0.0)
+            if HAS_NORM:
+                squares += part.to(tl.float32) * part.to(tl.float32)
+                part = _weighted(part, tl.load(norm + begin + depth), shift)
             matrix = tl.load(weight + at_weight + begin, eviction_policy="evict_first").to(part.dtype)
             if KIND != "none":
                 other = tl.load(weight + at_up + begin, eviction_policy="evict_first").to(part.dtype)
@@ -97,11 +109,19 @@ def few_rows(
         else:
             is_deep = (depth + begin < inputs)[None, :]
             part = tl.load(x + at_x + begin, mask=is_row[:, None] & is_deep, other=0.0)
+            if HAS_NORM:
+                squares += part.to(tl.float32) * part.to(tl.float32)
+                part = _weighted(part, tl.load(norm + begin + depth, mask=depth + begin < inputs, other=0.0), shift)
             matrix = tl.load(weight + at_weight + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
             if KIND != "none":
                 other = tl.load(weight + at_up + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
                 ups = tl.dot(part, tl.trans(other), ups, input_precision="ieee")
         found = tl.dot(part, tl.trans(matrix), found, input_precision="ieee")
+    if HAS_NORM:
+        # After the product: reading the rows for their norm first would hold up the weights.
+        factor = tl.rsqrt(tl.sum(squares, 1) / inputs + eps)[:, None]
+        found *= factor
+        ups *= factor
     if HAS_SCALES:
         found *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
         if KIND != "none":
@@ -115,11 +135,17 @@ def few_rows(
         dtype = x.dtype.element_ty
         active = activate(found.to(dtype).to(tl.float32), KIND).to(dtype).to(tl.float32)
         found = active * ups.to(dtype).to(tl.float32)
-    tl.store(
-        out + rows[:, None] * outputs + columns[None, :],
-        found.to(out.dtype.element_ty),
-        mask=is_row[:, None] & is_column[None, :],
-    )
+    at = out + rows[:, None] * outputs + columns[None, :]
+    is_result = is_row[:, None] & is_column[None, :]
+    if ADDS:  # rounded before, as when adding is an operation of its own
+        found = found.to(out.dtype.element_ty).to(tl.float32) + tl.load(at, mask=is_result, other=0.0).to(tl.float32)
+    tl.store(at, found.to(out.dtype.element_ty), mask=is_result)
+
+
+@triton.jit
+def _weighted(rows, weights, shift):
+    """Return rows [n, m] times the weights [m] of a norm, in the dtype of the rows."""
+    return (rows.to(tl.float32) * (weights.to(tl.float32) + shift)[None, :]).to(rows.dtype)
 
 
 @triton.jit(do_not_specialize=["num_places"])

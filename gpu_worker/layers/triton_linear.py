@@ -2,6 +2,7 @@
 the experts of a layer with two grouped products, whatever the router chose."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -236,20 +237,51 @@ class TritonExperts:
         return out
 
 
+class RowChanges(NamedTuple):
+    """Holds what is added to the outputs of rows, by the slot of each row's adapter."""
+
+    down: Tensor
+    """[slots, ranks, inputs]"""
+    up: Tensor
+    """[slots, outputs, ranks]"""
+    factors: Tensor
+    """[slots, outputs] float32: outputs are multiplied by them then."""
+    shifts: Tensor
+    """[slots, outputs] float32: what is added at last."""
+
+
+def change_rows(x: Tensor, out: Tensor, changes: RowChanges, tiles: ExpertTiles) -> None:
+    """Change the outputs [T, outputs] of a layer in place, for the rows x [T, inputs] that ``tiles`` hold, by slots."""
+    assert out.is_contiguous()
+    inner = _grouped(x.contiguous(), changes.down, None, "none", tiles, len(x), share=1)
+    _grouped(inner, changes.up, None, "none", tiles, len(x), share=1, into=(out, changes.factors, changes.shifts))
+
+
 def _grouped(
-    x: Tensor, matrices: Tensor, scales: Tensor | None, kind: str, tiles: ExpertTiles, num_places: int, *, share: int
+    x: Tensor,
+    matrices: Tensor,
+    scales: Tensor | None,
+    kind: str,
+    tiles: ExpertTiles,
+    num_places: int,
+    *,
+    share: int,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the products [num_places, outputs] of places with their experts' matrices, or what a ``kind`` of
-    activation makes of gates and ups. ``share``: places that read one row of x."""
+    activation makes of gates and ups. ``share``: places that read one row of x. ``into``: a tensor that they are added
+    to in place, and the factors and shifts that follow; None: there is none."""
     _, outputs, inputs = matrices.shape
     outputs = outputs if kind == "none" else outputs // 2
-    out = x.new_empty(num_places, outputs)
+    out, factors, shifts = (x.new_empty(num_places, outputs), x, x) if into is None else into
     launch(
         grouped_product,
         (len(tiles.experts), -(-outputs // _COLUMNS)),
         x,
         matrices,
         x if scales is None else scales,
+        factors,
+        shifts,
         out,
         tiles.places,
         tiles.experts,
@@ -258,6 +290,7 @@ def _grouped(
         outputs,
         SHARE=share,
         HAS_SCALES=scales is not None,
+        ADDS=into is not None,
         KIND=kind,
         EVEN=inputs % _EXPERT_DEPTH == 0 and outputs % _COLUMNS == 0,
         ROWS=tiles.rows,

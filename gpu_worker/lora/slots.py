@@ -3,7 +3,8 @@
 import functools
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -22,9 +23,17 @@ from ..checkpoint.local_config import NO_ADAPTERS
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import LayerPart, Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
-from ..kernels.library import load_lora
+from ..kernels.library import load_lora, uses_triton
 from ..parallel.sharding import Dimension, length, total
-from .adapted_linear import AdaptedMatrix, AdaptedRows, CurrentRows, ExpertSlots, LoraKernel, LoraLinear
+from .adapted_linear import (
+    AdaptedMatrix,
+    AdaptedRows,
+    CurrentRows,
+    ExpertSlots,
+    GroupedChanges,
+    LoraKernel,
+    LoraLinear,
+)
 from .adapter import AdaptedModel, Adapter, Layout, Matrices, ReadBase, is_without_kernel, make_adapter, read_adapter
 from .stored_changes import CLASSES, EMBEDDINGS, EXPERT, OUTPUT, layer_name
 
@@ -65,6 +74,7 @@ class LoraSlots:
         self._config = config
         self._device = device
         self._kernel, self._layout = _load_kernel(device)
+        self._is_grouped = uses_triton(device)
         self._current = CurrentRows()
         self._shapes: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, dict[str, LayerPart]] = {}
@@ -108,7 +118,10 @@ class LoraSlots:
         if ".experts." in names[0]:
             self.experts.add(names[0], functools.partial(make, kernel=kernel))
             return base
-        return self._register(make(base, current=current, kernel=kernel), names[0])
+        layer = make(base, current=current, kernel=kernel)
+        if self._is_grouped and not is_without_kernel(names[0]):
+            layer.group(GroupedChanges(own, outputs, slots, self._config.max_lora_rank, dtype, self._device))
+        return self._register(layer, names[0])
 
     def matrix(self, part: LayerPart, inputs: Dimension, dtype: torch.dtype) -> AdaptedMatrix:
         self._note([part], inputs, dtype)
@@ -144,8 +157,8 @@ class LoraSlots:
 
     def reserved_bytes(self) -> int:
         """Return what adapters will take of the model's device: on a host those that are named at the start, whose size
-        their files show; elsewhere an adapter of the largest rank in every slot, and the largest whole layers of those
-        that are named."""
+        their files show; elsewhere an adapter of the largest rank in every slot, as far as layers have not taken that,
+        and the largest whole layers of those that are named."""
         named = [adapter_size(Path(path)) for _, path in self._config.named_paths()]
         if self._device.type == "cpu":
             return sum(size.nbytes * (1 + size.keeps_files) for size in named)  # the files beside what is made of them
@@ -153,6 +166,8 @@ class LoraSlots:
         numbers = 0
         for stored, parts in self._parts.items():
             for part in parts.values():
+                if self._is_grouped and not (is_without_kernel(part.name) or ".experts." in part.name):
+                    continue  # the layer has taken it already
                 inputs = self._shapes[stored][1] if part.columns is None else len(part.columns)
                 numbers += (inputs + part.outputs) * rank
         layers = sorted((size.nbytes for size in named if size.has_layers), reverse=True)
@@ -240,6 +255,15 @@ class LoraSlots:
         :meth:`embeds`, and calls :meth:`pick` before logits are computed."""
         return not self._special or self._special.isdisjoint(self._of_requests) or not self.are_used
 
+    @contextmanager
+    def all_adapted(self, num_rows: int) -> Iterator[None]:
+        """Let all rows of what is computed meanwhile have the adapter of the first slot, which may be empty."""
+        self._current.set(AdaptedRows(np.zeros(num_rows, dtype=np.int32), len(self._slots)))
+        try:
+            yield
+        finally:
+            self._current.rows = None
+
     def end(self) -> None:
         """Forget the rows of the step: what is computed next has no adapter."""
         self._current.rows = self._picked.rows = None
@@ -314,7 +338,7 @@ class LoraSlots:
 
 def _load_kernel(device: torch.device) -> tuple[LoraKernel | None, Layout]:
     """Return the kernel, if there is one, and how it reads matrices."""
-    if device.type != "cpu":
+    if device.type != "cpu" or uses_triton(device):
         return None, Layout()
     try:
         library = load_lora()

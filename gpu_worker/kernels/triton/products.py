@@ -153,6 +153,8 @@ def grouped_product(
     x,
     weights,
     scales,
+    factors,
+    shifts,
     out,
     places,
     experts,
@@ -161,6 +163,7 @@ def grouped_product(
     outputs,
     SHARE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    ADDS: tl.constexpr,
     KIND: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -175,7 +178,9 @@ def grouped_product(
         x: [num_places / SHARE, inputs]: place p reads row p / SHARE.
         weights: [experts, outputs, inputs]; with an activation [experts, 2 * outputs, inputs], all gates before ups.
         scales: [experts, rows of a matrix] float32, factors on 8-bit floats, read if HAS_SCALES.
-        out: [num_places, outputs]: the product; with an activation activation(gates) * ups.
+        factors, shifts: [experts, outputs] float32, read if ADDS.
+        out: [num_places, outputs]: the product; with an activation activation(gates) * ups; if ADDS, (what it holds +
+            the product) * factors + shifts.
         places: [tiles * ROWS] int32: a place, or num_places where a tile is padded.
         experts: [tiles] int32: the expert of a tile, -1 for a tile without rows.
         KIND: As in :func:`few_rows`.
@@ -219,11 +224,15 @@ def grouped_product(
         dtype = x.dtype.element_ty
         active = activate(found.to(dtype).to(tl.float32), KIND).to(dtype).to(tl.float32)
         found = active * ups.to(dtype).to(tl.float32)
-    tl.store(
-        out + place.to(tl.int64)[:, None] * outputs + columns[None, :],
-        found.to(out.dtype.element_ty),
-        mask=is_row[:, None] & is_column[None, :],
-    )
+    at = out + place.to(tl.int64)[:, None] * outputs + columns[None, :]
+    is_result = is_row[:, None] & is_column[None, :]
+    if ADDS:  # rounded where PyTorch's operations are
+        dtype = out.dtype.element_ty
+        held = tl.load(at, mask=is_result, other=0.0).to(tl.float32)
+        found = (held + found.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        found *= tl.load(factors + first, mask=is_column, other=1.0)[None, :]
+        found += tl.load(shifts + first, mask=is_column, other=0.0)[None, :]
+    tl.store(at, found.to(out.dtype.element_ty), mask=is_result)
 
 
 @triton.jit

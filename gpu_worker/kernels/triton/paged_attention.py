@@ -118,12 +118,16 @@ def attend(
     found = tl.zeros([ROWS, PADDED_HEAD], tl.float32)
 
     table = block_tables + request.to(tl.int64) * table_stride
+    places = first_tile * TILE + tl.arange(0, TILE)
+    blocks = tl.load(table + places // BLOCK, mask=(places >= begin) & (places < end), other=0)
     for tile in tl.range(first_tile, last_tile):
         places = tile * TILE + tl.arange(0, TILE)
         # Blocks before a window, and slots behind the last token, may hold another request's values, or NaN.
         is_key = (places >= begin) & (places < end)
-        blocks = tl.load(table + places // BLOCK, mask=is_key, other=0).to(tl.int64)
-        offsets = ((blocks * num_kv_heads + head) * BLOCK + places % BLOCK) * CACHE_HEAD
+        offsets = ((blocks.to(tl.int64) * num_kv_heads + head) * BLOCK + places % BLOCK) * CACHE_HEAD
+        # Those of the next tile, a turn ahead. A load that the loads of keys and values wait for in the same turn
+        # takes stages of the loop, and left them one buffer each.
+        blocks = tl.load(table + (places + TILE) // BLOCK, mask=places + TILE < end, other=0)
         at = offsets[:, None] + dims[None, :]
         if CACHE_HEAD == PADDED_HEAD:
             is_element = is_key[:, None]

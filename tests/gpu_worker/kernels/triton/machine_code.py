@@ -1,4 +1,5 @@
-"""``python -m …machine_code NAME…`` compiles launches for an H100 without a GPU, and prints what the code does as JSON.
+"""``python -m …machine_code CAPABILITY NAME…`` compiles launches for GPUs of a compute capability (80: A100, 90: H100,
+100: B200) without a GPU, and prints what the code does as JSON; without names a table of all cases.
 
 Each launch is the one that the worker makes for a model of the shape of Llama 3.1 8B: its tensors lie on the device
 ``meta``, and what would launch a kernel compiles it instead. A process of its own, because Triton's interpreter and its
@@ -33,7 +34,9 @@ from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTenso
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
-from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear
+from tokenloom.gpu_worker.layers.norm import RowNorm
+from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, TritonExperts, TritonLinear
+from tokenloom.gpu_worker.lora.adapted_linear import GroupedChanges
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
@@ -44,7 +47,6 @@ from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKer
 # machine code shows spilled registers, narrow loads of weights or KV, and prompts without the wide matrix instruction.
 META = torch.device("meta")
 FP8 = torch.float8_e4m3fn
-_HOPPER = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -79,27 +81,29 @@ class MachineCode:
     """How often each kind of load and matrix instruction stands there, by name and width."""
 
 
-def compile_launch(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> MachineCode:
-    """As Triton specializes a launch: addresses and sizes that 16 divides, and sizes of 1, are known to the code."""
+def compile_launch(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], capability: int) -> MachineCode:
+    """As Triton specializes a launch: addresses and sizes that 16 divides, and sizes of 1, are known to the code, but
+    those that differ between steps."""
     names, values = kernel.arg_names, dict(constants)
     signature, attributes = {}, {}
     for index, (name, value) in enumerate(zip(names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if name not in kernel.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1:
+        elif value == 1 and name not in kernel.do_not_specialize:
             signature[name], values[name] = "constexpr", 1
         else:
             signature[name] = "i32" if value < 1 << 31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and name not in kernel.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options = {name: values.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in values}
     signature |= dict.fromkeys(constants.keys() - options.keys(), "constexpr")
     ordered = {name: signature[name] for name in names}
     source = ASTSource(kernel, ordered, values, attrs=attributes)
-    compiled = triton.compile(source, target=_HOPPER, options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _read(kernel.__name__, compiled.asm["cubin"], compiled.metadata.shared)
 
 
@@ -174,6 +178,23 @@ def fp8_experts(tokens: int) -> None:
     _compute_experts(TritonExperts(*matrices, "silu", *scales), tokens)
 
 
+def normed(rows: int, outputs: int, inputs: int, kind: str) -> None:
+    norm = RowNorm(_empty(inputs), 1e-6, 0.0)
+    triton_linear.multiply_few(_empty(rows, inputs), _empty(outputs, inputs), None, None, kind, norm=norm)
+
+
+def added(rows: int, outputs: int, inputs: int) -> None:
+    stream = _empty(rows, outputs)
+    triton_linear.multiply_few(_empty(rows, inputs), _empty(outputs, inputs), None, None, into=stream)
+
+
+def adapters(rows: int) -> None:
+    changes = GroupedChanges(4096, (4096, 1024, 1024), 4, 16, torch.bfloat16, META)
+    counts, num_rows = _empty(4, dtype=torch.int64), _empty(1, dtype=torch.int32)
+    tiles = ExpertTiles.sort(_empty(rows, 1, dtype=torch.int64), 4, counts, num_rows)
+    triton_linear.change_rows(_empty(rows, 4096), _empty(rows, 6144), changes._changes, tiles)
+
+
 def fp8_product(rows: int, outputs: int, inputs: int, kind: str = "none") -> None:
     weight, scales = _empty(outputs, inputs, dtype=FP8), _empty(outputs, dtype=torch.float32)
     triton_linear.multiply_few(_empty(rows, inputs), weight, scales, None, kind)
@@ -229,6 +250,11 @@ CASES: dict[str, Callable[[], object]] = {
     "product": lambda: TritonLinear(_empty(4096, 14336))(_empty(1, 14336)),
     "product with gates": lambda: TritonLinear(_empty(2 * 14336, 4096)).gated(_empty(8, 4096), "silu"),
     "logits": lambda: TritonLinear(_empty(128_256, 4096))(_empty(16, 4096), torch.float32),
+    "product with a norm": lambda: normed(1, 6144, 4096, "none"),
+    "product with a norm and gates": lambda: normed(16, 2 * 14336, 4096, "silu"),
+    "product that is added": lambda: added(16, 4096, 14336),
+    "rows of adapters": lambda: adapters(40),
+    "many rows of adapters": lambda: adapters(400),
     "few rows of experts": lambda: experts(4),
     "many rows of experts": lambda: experts(512),
     "decode, fp8 KV": lambda: attention([1] * 32, 512, kv_dtype=FP8),
@@ -248,18 +274,26 @@ CASES: dict[str, Callable[[], object]] = {
 
 
 def main() -> None:
+    capability, *names = sys.argv[1:]
     found: dict[str, list[dict[str, Any]]] = {}
-    for name in sys.argv[1:] or CASES:
+    for name in names or CASES:
         codes: list[MachineCode] = []
 
         def launch(kernel: Any, grid: Any, *arguments: Any, codes: list[MachineCode] = codes, **constants: Any) -> None:
-            codes.append(compile_launch(kernel, arguments, constants))
+            codes.append(compile_launch(kernel, arguments, constants, int(capability)))
 
         for module in _LAUNCHERS:
             module.launch = launch
         CASES[name]()
         found[name] = [dataclasses.asdict(code) for code in codes]
-    json.dump(found, sys.stdout)
+        if not names:
+            for code in codes:
+                loads = {kind: count for kind, count in code.instructions.items() if kind.startswith("LDGSTS")}
+                print(
+                    f"{name}: {code.kernel}, {code.registers} registers, {code.shared:,} B shared, {loads}", flush=True
+                )
+    if names:
+        json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What the compiler makes of the kernels for an H100: it needs no GPU."""
+"""What the compiler makes of the kernels for A100, H100 and B200: it needs no GPU."""
 
+import functools
 import json
 import os
 import subprocess
@@ -20,6 +21,11 @@ CASES = {
     "product": {"loads": "LDGSTS.128", "products": "HMMA"},
     "product with gates": {"loads": "LDGSTS.128", "products": "HMMA"},
     "logits": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "product with a norm": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "product with a norm and gates": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "product that is added": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "rows of adapters": {},
+    "many rows of adapters": {},
     "few rows of experts": {"loads": "LDGSTS.128", "products": "HMMA"},
     "many rows of experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "decode, fp8 KV": {"loads": "LDGSTS.128", "products": "HMMA"},
@@ -36,25 +42,48 @@ CASES = {
     "block copy": {},
     "step of rows": {},
 }
-_SHARED_MEMORY = 227 << 10
-"""Bytes that a program may use of a multiprocessor's."""
+_SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes that a program may use of a multiprocessor's, by compute capability."""
+_WITHOUT_FP8 = {name: wanted for name, wanted in CASES.items() if "fp8" not in name and name != "rounding rows"}
+_CASES = {80: _WITHOUT_FP8, 90: CASES, 100: CASES}
+"""An A100 has no 8-bit floats; ``platform.check_device`` refuses them by name."""
+_BUFFERS = {
+    "decode": 2 * 2 * 64 * 128 * 2,
+    "split decode": 2 * 2 * 64 * 128 * 2,
+    "prefill": 2 * 2 * 64 * 128 * 2,
+    "prefill, window and softcap": 2 * 32 * 256 * 2,
+    "decode, fp8 KV": 2 * 2 * 64 * 128,
+}
+"""Bytes of two tiles of keys and two of values, where a program has room for them."""
 
 
-@pytest.fixture(scope="module")
-def codes():
+@functools.cache
+def codes_of(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu_worker.kernels.triton.machine_code", *CASES]
+    names = [str(capability), *_CASES[capability]]
+    command = [sys.executable, "-m", "tests.gpu_worker.kernels.triton.machine_code", *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_no_register_spills_and_shared_memory_suffices(codes, case):
-    for code in codes[case]:
+@pytest.fixture(scope="module")
+def codes():
+    return codes_of(90)
+
+
+@pytest.mark.parametrize(("capability", "case"), [(each, case) for each in _CASES for case in _CASES[each]])
+def test_no_register_spills_and_shared_memory_suffices(capability, case):
+    for code in codes_of(capability)[case]:
         assert code["stack"] == 0, code
         assert not {"LDL", "STL"} & code["instructions"].keys(), code
-        assert code["shared"] <= _SHARED_MEMORY, code
+        assert code["shared"] <= _SHARED_MEMORY[capability], code
+
+
+@pytest.mark.parametrize("case", _BUFFERS)
+def test_the_next_keys_and_values_are_on_their_way_while_these_are_used(codes, case):
+    for code in codes[case]:
+        assert code["kernel"] != "attend" or code["shared"] >= _BUFFERS[case], code
 
 
 @pytest.mark.parametrize("case", [case for case, wanted in CASES.items() if wanted])

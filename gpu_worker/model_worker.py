@@ -576,10 +576,12 @@ class ModelWorker:
             max_num_seqs, self._max_model_len, block_size, num_groups, num_blocks, cross_blocks, self._plugins
         )
         proposer = rejection = None
+        device_sampler = self._platform.make_sampler()
         if self._drafting is not None:
             records = not config.worker.enforce_eager
+            where = (num_blocks, block_size, memory, self._pool_layers)
             proposer, rejection = self._drafting.make(
-                batch, self._make_backend, num_blocks, block_size, memory, self._pool_layers, records=records
+                batch, self._make_backend, *where, records=records, device_sampler=device_sampler
             )
         states = None
         if self._kv_config.states is not None:
@@ -587,7 +589,7 @@ class ModelWorker:
             states = StateSlots(self._kv_config, self._num_states, self._device, slots_memory)
         parts = RunnerParts(
             device=self._device,
-            device_sampler=self._platform.make_sampler(),
+            device_sampler=device_sampler,
             proposer=proposer,
             rejection=rejection,
             recordings=self._make_recorded(batch),

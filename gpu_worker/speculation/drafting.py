@@ -23,6 +23,7 @@ from ..models.architectures import ModelLoader
 from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
+from ..sampler.device.device_sampler import DeviceSampler
 from .drafter import Drafter, DraftModel, make_recorded_drafter
 from .eagle import Eagle3Head, EagleHead, EmbedsTokens, KeepsStates, MtpHead, load_greedy_head, mtp_config
 from .greedy_drafts import load_greedy_drafts
@@ -95,11 +96,12 @@ class Drafting:
         layers: PoolLayers | None = None,
         *,
         records: bool = True,
+        device_sampler: DeviceSampler | None = None,
     ) -> tuple[Proposer, RejectionSampler | None]:
         """Return the proposer for a batch, and how its drafts are accepted (see :class:`ModelRunner`).
 
         ``memory`` holds the pool, with the model's ``layers`` first; None: these share a table, and torch allocates.
-        ``records``: whether steps run from recordings.
+        ``records``: whether steps run from recordings. ``device_sampler``: as in :class:`ModelProposer`.
         """
         config = self._config
         rejection = RejectionSampler() if config.rejection_sample_method == "probabilistic" else None
@@ -119,7 +121,8 @@ class Drafting:
         # The states that an EAGLE-3 head begins with are wider than its own.
         records = records and config.method != "eagle3"
         recorded = make_recorded_drafter(backend, batch) if records else None
-        proposer = ModelProposer(batch, self._drafter, backend, make_kv_caches, device, rejection, recorded)
+        parts = (device, rejection, recorded, device_sampler)
+        proposer = ModelProposer(batch, self._drafter, backend, make_kv_caches, *parts)
         self._proposers = [proposer]  # that of a profile before it is gone
         return proposer, rejection
 

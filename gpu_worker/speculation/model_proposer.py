@@ -8,11 +8,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..batch.input_batch import InputBatch, Ints, StepInputs
 from ..device.device_link import to_device
+from ..sampler.device.device_sampler import DeviceSampler, RowDemands
 from ..sampler.host.sampler import Purpose, Sampler
 from .drafter import Drafter, RecordedDrafter
 from .greedy_drafts import DraftRange, GreedyDrafts
@@ -58,10 +60,12 @@ class ModelProposer:
         device: torch.device,
         rejection: RejectionSampler | None = None,
         recorded: RecordedDrafter | None = None,
+        device_sampler: DeviceSampler | None = None,
     ) -> None:
         """``make_kv_caches`` allocates the drafter's caches. With ``rejection`` drafts are drawn with numbers of their
         own, and it learns what they were drawn from. ``recorded`` runs the steps of which it can make recordings; None:
-        the drafter computes every step."""
+        the drafter computes every step. ``device_sampler`` draws drafts where the host does not look at logits; None:
+        the host draws all."""
         self._batch = batch
         self._recorded = recorded
         self._drafter: Drafter | None = drafter
@@ -72,6 +76,7 @@ class ModelProposer:
         self._rejection = rejection
         self.least_confidence = LEAST_CONFIDENCE
         self._sampler = Sampler(Purpose.SAMPLE if rejection is None else Purpose.DRAFT)
+        self._device_sampler = device_sampler if rejection is None else None
         self._computed: dict[str, int] = {}
         """How many tokens of a request have the drafter's KV; a request that is absent: those that the model has."""
 
@@ -214,16 +219,23 @@ class ModelProposer:
         drawn_from: dict[str, list[npt.NDArray[np.float64]]] = {req_id: [] for req_id in req_ids}
         batch, number, confidence = self._batch, 0, np.ones(len(req_ids), dtype=np.float32)
         while True:
-            logits = (self._awake.compute_logits(last) if on_device is None else on_device).cpu().numpy()
-            batch.logits_processors.apply(logits, rows)
+            computed = self._awake.compute_logits(last) if on_device is None else on_device
             params, output_indices = batch.sampling(rows)
-            tokens = np.maximum(self._sampler.sample(logits, params, output_indices + number), 0)
-            for row, (req_id, token_id) in enumerate(zip(req_ids, tokens.tolist(), strict=True)):
+            if self._device_sampler is not None and not batch.logits_processors:
+                tokens, shares = _draw_on_device(self._device_sampler, computed, params, output_indices + number)
+            else:
+                logits = computed.cpu().numpy()
+                batch.logits_processors.apply(logits, rows)
+                tokens = np.maximum(self._sampler.sample(logits, params, output_indices + number), 0)
+                if self._rejection is not None:
+                    for row, (req_id, each) in enumerate(zip(req_ids, params, strict=True)):
+                        if each.temperature != 0.0:
+                            drawn_from[req_id].append(distribution(logits[row], each))
+                shares = _probabilities(logits, tokens)
+            for req_id, token_id in zip(req_ids, tokens.tolist(), strict=True):
                 drafts[req_id].append(token_id)
-                if self._rejection is not None and params[row].temperature != 0.0:
-                    drawn_from[req_id].append(distribution(logits[row], params[row]))
             number += 1
-            confidence *= _probabilities(logits, tokens)
+            confidence *= shares
             going = np.flatnonzero((counts > number) & (confidence >= self.least_confidence))
             if not len(going):
                 break
@@ -254,6 +266,20 @@ class ModelProposer:
         positions_tensor = to_device(positions, self._device)
         token_ids = torch.zeros_like(positions_tensor)
         self._awake.forward(token_ids, positions_tensor, hidden, self._kv_caches, self._backend.plan(*plan))
+
+
+def _draw_on_device(
+    sampler: DeviceSampler, logits: Tensor, params: Sequence[CoreSamplingParams], output_indices: Ints
+) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """Draw a token [n] from each row of ``logits`` [n, vocab], which stay on the device. Returns them, and their
+    probabilities [n] before temperature and limits."""
+    # A copy of the logits for each draft was 0.6 MB a row of 151,936 tokens, and the host computed their sums.
+    demands = RowDemands({}, dict.fromkeys(range(len(params)), (0, ())))
+    drawn = sampler.start(logits, params, output_indices, demands)
+    tokens = np.maximum(np.array(drawn.tokens.wait(), dtype=np.int64), 0)
+    found = drawn.wait_for_logprobs()
+    shares = np.exp(np.array([found[row].sampled[0] for row in range(len(params))], dtype=np.float32))
+    return tokens, np.nan_to_num(shares)
 
 
 def _probabilities(logits: npt.NDArray[np.float32], tokens: Ints) -> npt.NDArray[np.float32]:

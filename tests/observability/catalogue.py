@@ -160,7 +160,8 @@ An engine with `--enable-lora` also shows `vllm:lora_requests_info` (labels `max
 
 An engine of a model with experts also shows `tokenloom_expert_tokens_total` (label `expert`): the tokens that each
 expert computed, over all layers; and `tokenloom_expert_imbalance` (label `layer`): the tokens of a layer's most used
-expert, divided by the mean of its experts, 1 if they are even. Layers without experts are not numbered.
+expert, divided by the mean of its experts, 1 if they are even. Layers without experts are not numbered. What a GPU
+counts is up to 32 steps old.
 With `--enable-eplb` it also shows `tokenloom_expert_balancedness`, the mean load of the ranks divided by that of the
 busiest one before the latest plan; `tokenloom_expert_plans_total`; and `tokenloom_experts_moved_total`, the experts
 that its own rank has taken over from others.

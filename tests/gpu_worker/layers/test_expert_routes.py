@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 
-from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
+from tests.gpu_worker.cuda.late_link import LateLink
+from tokenloom.gpu_worker.layers.expert_routes import DeviceCounts, ExpertRoutes
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.model import routes_of
 from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
@@ -85,3 +86,17 @@ def test_routes_are_those_of_transformers(
 def test_a_dense_model_has_no_routes(save_checkpoint: SaveCheckpoint) -> None:
     assert routes_of(load_model(save_checkpoint("llama"))) is None
     assert routes_of(load_model(save_checkpoint("gpt2"))) is None
+
+
+def test_a_device_s_counts_come_every_32_steps_and_nobody_waits() -> None:
+    link, seen = LateLink(), []
+    counts = DeviceCounts(num_layers=2, num_experts=3, device=torch.device("cpu"), link=link)
+    for step in range(36):
+        counts.counts[0, 1, 2] += 1
+        seen.append(int(counts.latest()[1, 2]))
+        if step in (4, 34):  # the device has done all that it was given
+            link.do(len(link.work))
+    # The first step orders a copy of 1, and the 33rd one of 33.
+    assert seen == [0] * 5 + [1] * 30 + [33]
+    assert (link.num_fetches, link.num_waits) == (2, 0)
+    assert counts.exact()[1, 2] == 36

@@ -58,7 +58,6 @@ from .speculation.drafting import Drafting
 from .step_recordings import StepRecordings, make_recorded_steps
 from .warm_up import (
     DRAWN,
-    SMALL_CHUNK,
     LargestStep,
     decode_batches,
     free_rows,
@@ -260,7 +259,7 @@ class ModelWorker:
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
-            run_decode_steps(self._require_runner(), batches, block_size, self._small_chunk(kv_cache.num_blocks))
+            run_decode_steps(self._require_runner(), batches, block_size)
             if self._loras is not None and not self._platform.pool_is_on_host:
                 self._run_adapted(self._loras, kv_cache.num_blocks)
         # How many steps it measures depends on their times, and all ranks must compute the same.
@@ -288,12 +287,6 @@ class ModelWorker:
         for num_rows in (1, many):
             with loras.all_adapted(num_rows):
                 self._require_runner().dummy_run([num_rows], block_size)
-
-    def _small_chunk(self, num_blocks: int) -> int:
-        """Return how many tokens of a prompt warm a device up beside decodes, which has kernels for such steps; 0: the
-        host has none."""
-        most = (SMALL_CHUNK, self._config.scheduler.max_num_batched_tokens, num_blocks * self._config.cache.block_size)
-        return 0 if self._platform.pool_is_on_host else min(most)
 
     def _is_small(self, num_tokens: int, num_layers: int) -> bool:
         """Return whether one thread of the host computes so many tokens in so many layers in about half a second."""

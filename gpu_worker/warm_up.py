@@ -103,15 +103,8 @@ def one_thread(wanted: bool) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-SMALL_CHUNK = 16
-"""Tokens of a step that takes the kernels of prompts and those of few rows."""
-
-
-def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int, chunk: int = 0) -> None:
-    """Compute decode steps of so many requests, and draw tokens in each way. This writes to the KV pool. ``chunk``:
-    also compute a prompt of so many tokens; 0: none."""
-    if chunk:
-        runner.dummy_run([chunk], block_size)
+def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int) -> None:
+    """Compute decode steps of so many requests, and draw tokens in each way. This writes to the KV pool."""
     for batch in batches:
         logits = runner.dummy_run([1] * batch, block_size)
         runner.dummy_sample(logits, _GREEDY)

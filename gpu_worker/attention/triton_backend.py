@@ -1,4 +1,4 @@
-"""Computes attention with the Triton kernel: one launch a layer, and one more where keys are split."""
+"""Computes attention with the Triton kernel: one launch a layer."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from ..device.device_link import copy_packed
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton.kv_cache import write_kv
 from ..kernels.triton.launch import launch, power_of_2
-from ..kernels.triton.paged_attention import attend, merge_splits
+from ..kernels.triton.paged_attention import attend
 from .attention_backend import FP8_KV, AttentionPlan, IntArray, KVCache, ScoreRule
 from .cache import LocalBackend, token_rows
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H100: enough loads are in flight to use its memory's speed."""
-_MOST_SPLITS = 32
-_FEW_ROWS = 16
-"""Steps of more tokens are not split: merging would be one kernel more, and they have enough programs."""
+_MOST_PARTS = 32
+_LEAST_KEYS = 64
+"""Keys of a part: a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +52,41 @@ def program_shape(most_queries: int, group: int, padded_head: int, dtype: torch.
     return ProgramShape(64, tile, 4, 2) if padded_head > 128 else ProgramShape(128, tile, 8, 3)
 
 
-def num_splits(num_tokens: int, num_entries: int, num_kv_heads: int, longest: int, tile: int) -> int:
-    """Return over how many programs the keys of a query are split: a power of two. ``longest``: tokens of a request."""
-    if num_tokens > _FEW_ROWS:
-        return 1
-    # Two for the shortest, too: whether a step of this size is split, which takes other kernels, then depends on its
-    # size alone, and steps that warm the engine up compile all that requests need.
-    wanted = min(_PROGRAMS // max(1, num_entries * num_kv_heads), max(2, -(-longest // tile)), _MOST_SPLITS)
-    return 1 << max(0, wanted.bit_length() - 1)
+def key_parts(seq_lens: IntArray, num_kv_heads: int) -> IntArray:
+    """Return into how many parts the keys of decodes, [n], are split, so that each program has as much work.
+
+    They are at most n and :func:`most_parts` in all.
+    """
+    # By work and not by the number of requests: one of 131,072 tokens among 16 short ones would be read by one program
+    # for each KV head while all others are idle.
+    keys = -(-int(seq_lens.sum()) * num_kv_heads // _PROGRAMS)
+    keys = max(_LEAST_KEYS, -(-keys // _LEAST_KEYS) * _LEAST_KEYS)
+    parts: IntArray = np.clip(-(-seq_lens // keys), 1, _MOST_PARTS)
+    return parts
 
 
-def work_entries(query_lens: IntArray, queries: int) -> npt.NDArray[np.int32]:
-    """Return [entries, 2]: request and first query of each program's work, ``queries`` queries at a time.
+def most_parts(num_kv_heads: int) -> int:
+    """Return how many parts of keys a step has at most beyond one for each request."""
+    return _PROGRAMS // num_kv_heads
+
+
+def work_entries(query_lens: IntArray, queries: int, parts: IntArray | None = None) -> npt.NDArray[np.int32]:
+    """Return [entries, 4] for programs that have ``queries`` queries each: request, first query, part of the keys, and
+    how many parts there are. ``parts``: of each request, more than one only where it has one query; None: one each.
 
     The last queries of a prompt come first, because they see most keys and take longest.
     """
     counts = -(-query_lens // queries)
     requests = np.repeat(np.arange(len(query_lens)), counts)
     firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
-    entries: npt.NDArray[np.int32] = np.stack((requests, firsts), axis=1).astype(np.int32)
-    return entries if len(entries) == len(query_lens) else np.ascontiguousarray(entries[::-1])
+    if len(requests) > len(query_lens):
+        requests, firsts = requests[::-1], firsts[::-1]
+    of_entries = np.ones(len(requests), dtype=np.int64) if parts is None else parts[requests]
+    first_entries = np.repeat(np.cumsum(of_entries) - of_entries, of_entries)
+    columns = [np.repeat(each, of_entries) for each in (requests, firsts, of_entries)]
+    columns.insert(2, np.arange(len(first_entries)) - first_entries)
+    entries: npt.NDArray[np.int32] = np.stack(columns, axis=1).astype(np.int32)
+    return entries
 
 
 _LARGEST_HEAD = 256
@@ -92,10 +107,32 @@ class TritonBackend(LocalBackend):
         self.num_kv_heads = config.num_kv_heads
         self.group = config.num_heads // config.num_kv_heads
         """How many query heads share a KV head."""
+        self._counters: list[Tensor] = []
 
     def shape(self, most_queries: int) -> ProgramShape:
         """Return the shape of the programs of a step whose requests have at most so many queries each."""
         return program_shape(most_queries, self.group, power_of_2(self._config.cache_head_size, 16), self._config.dtype)
+
+    def can_split(self, shape: ProgramShape) -> bool:
+        """Return whether programs of this shape compute parts of keys: those of decodes. Others have so many queries
+        that registers would not hold what merging needs."""
+        return shape == self.shape(1)
+
+    def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int) -> npt.NDArray[np.int32]:
+        """Return the list of the kernel, see :func:`work_entries`, of a step whose requests have at most so many
+        queries each."""
+        shape, parts = self.shape(most_queries), None
+        if self.can_split(shape):
+            parts, decoding = np.ones(len(query_lens), dtype=np.int64), query_lens == 1
+            parts[decoding] = key_parts(seq_lens[decoding], self.num_kv_heads)
+        return work_entries(query_lens, max(1, shape.rows // self.group), parts)
+
+    def counters(self, count: int) -> Tensor:
+        """Return ``count`` zeros, int32, on the device, which every launch leaves as zeros."""
+        # Graphs hold the addresses of those before, which stay where they are.
+        if not self._counters or len(self._counters[-1]) < count:
+            self._counters.append(torch.zeros(power_of_2(count, 1 << 12), dtype=torch.int32, device=self.device))
+        return self._counters[-1]
 
     def plan(
         self,
@@ -108,17 +145,15 @@ class TritonBackend(LocalBackend):
     ) -> AttentionPlan:
         """Prepare a step as :class:`~.attention_backend.AttentionBackend` says, with one copy to the device."""
         query_lens = np.diff(cu_query_lens)
-        shape = self.shape(int(query_lens.max(initial=1)))
-        work = work_entries(query_lens, shape.rows // self.group)
-        longest = int(seq_lens.max(initial=1))
-        splits = num_splits(int(cu_query_lens[-1]), len(work), self.num_kv_heads, longest, shape.tile)
+        most_queries = int(query_lens.max(initial=1))
+        work = self.work(query_lens, seq_lens, most_queries)
         arrays = (work, cu_query_lens, seq_lens, block_tables, *(() if limits is None else (limits,)))
         slots, *others = copy_packed([slot_mapping.astype(np.int64), *map(_int32, arrays)], self.device)
-        return self.plan_of(PlanTensors(slots, *others), shape, splits)
+        return self.plan_of(PlanTensors(slots, *others), self.shape(most_queries))
 
-    def plan_of(self, tensors: "PlanTensors", shape: ProgramShape, splits: int) -> AttentionPlan:
+    def plan_of(self, tensors: "PlanTensors", shape: ProgramShape) -> AttentionPlan:
         """Return a plan of arrays that are on the device, or that will be when a layer reads them."""
-        return TritonPlan(self, tensors, shape, splits)
+        return TritonPlan(self, tensors, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +176,6 @@ class TritonPlan:
     backend: TritonBackend
     tensors: PlanTensors
     shape: ProgramShape
-    splits: int
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:
         return self.tensors.slots
@@ -168,22 +202,26 @@ class TritonPlan:
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
         query = token_rows(query)
-        num_tokens, num_heads, head = query.shape
-        padded_head, splits, tensors = power_of_2(kv_cache.shape[4], 16), self.splits, self.tensors
+        _, num_heads, head = query.shape
+        padded_head, tensors, backend = power_of_2(kv_cache.shape[4], 16), self.tensors, self.backend
         limits = tensors.limits if rule.sees_images else None
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         partial = sums = out
-        if splits > 1:
-            partial = torch.empty((num_tokens, num_heads, splits, padded_head), device=query.device)
-            sums = torch.empty((num_tokens, num_heads, splits, 2), device=query.device)
+        arrived, num_entries, num_kv_heads = tensors.work, len(tensors.work), kv_cache.shape[2]
+        can_split = backend.can_split(self.shape)
+        if can_split:
+            partial = torch.empty((num_entries, num_heads, padded_head), device=query.device)
+            sums = torch.empty((num_entries, num_heads, 2), device=query.device)
+            arrived = backend.counters(num_entries * num_kv_heads)
         launch(
             attend,
-            (len(tensors.work), kv_cache.shape[2], splits),
+            (num_entries, num_kv_heads),
             query,
             *kv_cache.unbind(),
             out,
             partial,
             sums,
+            arrived,
             tensors.work,
             tensors.query_starts,
             tensors.seq_lens,
@@ -195,15 +233,15 @@ class TritonPlan:
             rule.sliding_window or 0,
             query.stride(0),
             tensors.block_tables.stride(0),
-            kv_cache.shape[2],
-            GROUP=num_heads // kv_cache.shape[2],
+            num_kv_heads,
+            GROUP=num_heads // num_kv_heads,
             HEAD=head,
             CACHE_HEAD=kv_cache.shape[4],
             PADDED_HEAD=padded_head,
-            BLOCK=self.backend.block_size,
+            BLOCK=backend.block_size,
             ROWS=self.shape.rows,
             TILE=self.shape.tile,
-            IS_SPLIT=splits > 1,
+            CAN_SPLIT=can_split,
             HAS_WINDOW=rule.sliding_window is not None,
             HAS_SOFTCAP=rule.softcap is not None,
             HAS_SINKS=rule.sinks is not None,
@@ -211,9 +249,6 @@ class TritonPlan:
             num_warps=self.shape.warps,
             num_stages=self.shape.stages,
         )
-        if splits > 1:
-            constants = {"HEAD": head, "PADDED_HEAD": padded_head, "MOST_SPLITS": _MOST_SPLITS}
-            launch(merge_splits, (num_tokens * num_heads,), partial, sums, out, splits, **constants, num_warps=2)
         return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.triton_backend import TritonBackend, work_entries
+from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import DeviceLink, Event, to_device
 from ..models.model import LanguageModel
@@ -183,7 +183,7 @@ class DeviceSteps:
     ) -> None:
         """``batch``: whose steps these are; ``most_tokens``: of a step; ``capture``: None: there are no graphs."""
         self._most_requests = requests = min(batch.max_num_seqs, most_tokens)
-        entries = requests + most_tokens // min(plans.queries(1), plans.queries(most_tokens))
+        entries = requests + plans.most_parts + most_tokens // min(plans.queries(1), plans.queries(most_tokens))
         most = StepSize(most_tokens, requests, entries)
         self._plans = plans
         self._device = device
@@ -213,7 +213,7 @@ class DeviceSteps:
         capturing one takes seconds."""
         self._rows.write_again()
         nothing = {name: np.zeros(0, dtype=np.int32) for name in ("rows", "lengths", "token_ids")}
-        starts, work = np.zeros(1, dtype=np.int32), np.zeros((0, 2), dtype=np.int32)
+        starts, work = np.zeros(1, dtype=np.int32), np.zeros((0, 4), dtype=np.int32)
         sizes = [] if self._graphs is None else self._graphs.sizes
         self._prepare(self._buffers.send({**nothing, "starts": starts, "work": work}), StepSize(1, 1, 1))
         for size in sizes:
@@ -243,7 +243,7 @@ class DeviceSteps:
         if self._graphs is not None and not (adapted or inputs.embeds or is_turned):
             size = self._graphs.size_for(num_tokens, num_requests, is_decode=is_decode)
         most_queries = size.step.tokens if size is not None and not is_decode else int(query_lens.max(initial=1))
-        work = work_entries(query_lens, self._plans.queries(most_queries))
+        work = self._plans.work(query_lens, inputs.seq_lens, most_queries)
         sent = self._send(inputs, work, None if is_decode else _logit_rows(inputs))
         exact = StepSize(num_tokens, num_requests, len(work))
         self._prepare(sent, exact if size is None else size.step)
@@ -300,7 +300,7 @@ class DeviceSteps:
         most_queries: int,
     ) -> Tensor:
         tensors = self._tensors.part(size)
-        plan = self._plans.plan(tensors, most_queries, int(inputs.seq_lens.max(initial=1)), sent.get("limits"))
+        plan = self._plans.plan(tensors, most_queries, sent.get("limits"))
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, to_device(rows.copy(), self._device)) for start, rows in inputs.embeds]
         return model.forward(tensors.token_ids, sent.get("rope", tensors.positions), kv_caches, plan, embeds)

@@ -9,13 +9,15 @@ pool of memory, because only the results of the latest step are needed.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
+from ..attention.attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.triton_backend import PlanTensors, TritonBackend, num_splits
+from ..attention.triton_backend import PlanTensors, TritonBackend, most_parts
 from ..models.model import LanguageModel, routes_of
 from .step_tensors import Capture, Graph, StepSize, StepTensors
 
@@ -75,15 +77,21 @@ class StepPlans:
         part = self._parts[0]
         return max(1, part.shape(most_queries).rows // part.group)
 
-    def plan(
-        self, tensors: StepTensors, most_queries: int, longest: int, limits: Tensor | None = None
-    ) -> AttentionPlan:
-        """Return the plan of a step. ``longest``: tokens of a request that it may have. ``limits`` [T] int32: as
+    def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int) -> npt.NDArray[np.int32]:
+        """Return the list of the attention kernel, [entries, 4], if no request has more than so many queries."""
+        return self._parts[0].work(query_lens, seq_lens, most_queries)
+
+    @property
+    def most_parts(self) -> int:
+        """How many parts of keys decodes have at most beyond one for each request."""
+        return most_parts(self._parts[0].num_kv_heads)
+
+    def plan(self, tensors: StepTensors, most_queries: int, limits: Tensor | None = None) -> AttentionPlan:
+        """Return the plan of a step. ``limits`` [T] int32: as
         :meth:`..attention.attention_backend.AttentionBackend.plan` has them, of a step without a graph."""
         plans = list[AttentionPlan]()
         for index, part in enumerate(self._parts):
             shape = part.shape(most_queries)
-            splits = num_splits(len(tensors.token_ids), len(tensors.work), part.num_kv_heads, longest, shape.tile)
             arrays = PlanTensors(
                 tensors.slots[index],
                 tensors.work,
@@ -92,7 +100,7 @@ class StepPlans:
                 tensors.tables[index],
                 limits,
             )
-            plans.append(part.plan_of(arrays, shape, splits))
+            plans.append(part.plan_of(arrays, shape))
         return self._backend.join(plans) if isinstance(self._backend, GroupedBackend) else plans[0]
 
 
@@ -125,7 +133,7 @@ class StepGraphs:
         return self._decode(bucket) if is_decode else self._mixed(bucket)
 
     def _decode(self, rows: int) -> GraphSize:
-        return GraphSize(StepSize(rows, rows, rows), is_decode=True)
+        return GraphSize(StepSize(rows, rows, rows + self._plans.most_parts), is_decode=True)
 
     def _mixed(self, tokens: int) -> GraphSize:
         # Each request may end with an entry that is not full.
@@ -154,8 +162,7 @@ class StepGraphs:
 
     def _record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> Graph:
         tensors, routes = self._tensors.part(size.step), routes_of(model)
-        longest = tensors.tables.shape[2] * self._plans.block_size
-        plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens, longest)
+        plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens)
 
         def compute() -> list[Tensor]:
             if routes is not None:

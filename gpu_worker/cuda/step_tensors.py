@@ -19,7 +19,7 @@ class StepSize:
     tokens: int
     requests: int
     entries: int
-    """Of the list of the attention kernel; see ``attention_work.work_entries``."""
+    """Of the list of the attention kernel; see ``attention.triton_backend.work_entries``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class StepTensors:
     seq_lens: Tensor
     """[requests] int32."""
     work: Tensor
-    """[entries, 2] int32; the request is -1 in padding."""
+    """[entries, 4] int32; the request is -1 in padding."""
 
     @classmethod
     def allocate(cls, most: StepSize, num_groups: int, most_blocks: int, device: torch.device) -> Self:
@@ -56,7 +56,7 @@ class StepTensors:
             tables=zeros(num_groups, -(-most.requests // 4) * 4, most_blocks),
             query_starts=zeros(most.requests + 1),
             seq_lens=zeros(most.requests),
-            work=zeros(most.entries, 2),
+            work=zeros(most.entries, 4),
         )
 
     def part(self, size: StepSize) -> "StepTensors":
@@ -85,7 +85,7 @@ class SentStep:
     token_ids: Tensor
     """[tokens] int32; negative: the token that its row drew last."""
     work: Tensor
-    """[entries, 2] int32."""
+    """[entries, 4] int32."""
 
     @property
     def size(self) -> StepSize:

@@ -113,9 +113,8 @@ class TritonOps(TorchOps):
 
 
 class FewRowsLayer:
-    """Computes a decoder layer of few rows with six kernels, and one more where keys are split: products that normalize
-    the rows that they read, and add what they find to the residual stream. Of more rows it computes the layer as it
-    is."""
+    """Computes a decoder layer of few rows with six kernels: products normalize the rows that they read, and add what
+    they find to the residual stream. Of more rows it computes the layer as it is."""
 
     def __init__(self, layer: Any, parts: LayerParts, ops: TritonOps) -> None:
         self._layer = layer

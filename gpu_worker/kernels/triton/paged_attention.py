@@ -1,11 +1,12 @@
 """Attends over a paged KV cache: one kernel for decodes, prefills and chunks of prompts in the same step.
 
-A program computes a few consecutive queries of one request, for all query heads that share one KV head, over one part
-of the keys ("split"). Which queries those are stands in a list that the host makes for each step, so the grid depends
-on the list's length alone and a captured graph can replay any step that fits into it.
+A program computes a few consecutive queries of one request, for all query heads that share one KV head, over all keys
+or over one of several parts of them. Which these are stands in a list that the host makes for each step, so the grid
+depends on the list's length alone and a captured graph can replay any step that fits into it.
 
 The running softmax is that of FlashAttention (Dao et al., 2022); splitting the keys of a long decode over several
-programs, whose results a second kernel merges, that of Flash-Decoding (2023).
+programs that of Flash-Decoding (2023). The program that is done last merges what all of them found, so that no second
+kernel begins and ends for it.
 """
 
 import triton
@@ -22,6 +23,7 @@ def attend(
     out,
     partial,
     sums,
+    arrived,
     work,
     query_starts,
     seq_lens,
@@ -41,24 +43,27 @@ def attend(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
 ):
-    """Compute the queries of one entry of ``work``, for one KV head and one part of the keys.
+    """Compute the queries of one entry of ``work``, for one KV head.
 
-    Grid: (entries of ``work``, num_kv_heads, parts of the keys, of which there is one unless IS_SPLIT).
+    Grid: (entries of ``work``, num_kv_heads).
 
     Args:
         query: [T, num_kv_heads * GROUP, HEAD]; tokens lie ``query_stride`` elements apart.
         keys: [num_blocks, num_kv_heads, BLOCK, CACHE_HEAD], as are ``values``; of the queries' dtype or 8-bit floats.
             Zeros follow a head's HEAD elements.
-        out: As query, contiguous. Written unless IS_SPLIT.
-        partial: [T, num_heads, parts, PADDED_HEAD] float32: what a split found. Written if IS_SPLIT, as ``sums``.
-        sums: [T, num_heads, parts, 2] float32: the largest score of a split, in powers of two, and its sum of weights.
-        work: [entries, 2] int32: a request, -1 for an entry without any, and its first query that is computed.
+        out: As query, contiguous.
+        partial: [entries, num_heads, PADDED_HEAD] float32: what the query of a part of the keys found. Written, as the
+            next two, if CAN_SPLIT.
+        sums: [entries, num_heads, 2] float32: the largest score of a part, in powers of two, and its sum of weights.
+        arrived: [entries, num_kv_heads] int32, zeros, which it leaves: how many parts are done, at the first of them.
+        work: [entries, 4] int32: a request, -1 for an entry without any; its first query that is computed; which part
+            of the keys, and of how many. Only one query has several parts, whose entries follow each other.
         query_starts: [requests + 1] int32. ``seq_lens``: [requests] int32. ``block_tables``: [requests, table_stride].
         sinks: [num_heads] float32, read if HAS_SINKS.
         limits: [T] int32, read if HAS_LIMITS: the last position that a query sees, growing in a request; otherwise its
@@ -67,14 +72,13 @@ def attend(
         ROWS: Queries times query heads that one program computes.
         TILE: Keys that one turn of the loop reads.
     """
-    entry, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_splits = tl.num_programs(2)
+    entry, head = tl.program_id(0), tl.program_id(1)
     # From the host's list: searching query_starts here, as vLLM's kernel does, would cost every program several loads
     # that depend on each other. An entry without a request is padding, so a graph replays any step that fits.
-    request = tl.load(work + 2 * entry)
+    request = tl.load(work + 4 * entry)
     if request < 0:
         return
-    first_query = tl.load(work + 2 * entry + 1)
+    first_query = tl.load(work + 4 * entry + 1)
     start = tl.load(query_starts + request)
     num_queries = tl.load(query_starts + request + 1) - start
     seq_len = tl.load(seq_lens + request)
@@ -105,14 +109,18 @@ def attend(
     if HAS_WINDOW:
         begin = tl.maximum(context + first_query - window + 1, 0)
     first_tile = begin // TILE
-    per_split = tl.cdiv(tl.cdiv(end, TILE) - first_tile, num_splits)
-    first_tile += split * per_split
-    last_tile = tl.minimum(first_tile + per_split, tl.cdiv(end, TILE))
+    last_tile = tl.cdiv(end, TILE)
+    part, num_parts = 0, 1
+    if CAN_SPLIT:
+        part, num_parts = tl.load(work + 4 * entry + 2), tl.load(work + 4 * entry + 3)
+        per_part = tl.cdiv(last_tile - first_tile, num_parts)
+        first_tile += part * per_part
+        last_tile = tl.minimum(first_tile + per_part, last_tile)
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:  # noqa: SIM102 - decided when the kernel is compiled, unlike the inner one
-        if split == 0:
+        if part == 0:
             largest = tl.load(sinks + heads, mask=is_row, other=0.0) * LOG2_E
             total += 1.0
     found = tl.zeros([ROWS, PADDED_HEAD], tl.float32)
@@ -154,35 +162,38 @@ def attend(
         found = found * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
 
-    if not IS_SPLIT:
-        result = found / total[:, None]
-        tl.store(
-            out + (tokens[:, None] * num_heads + heads[:, None]) * HEAD + dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=is_row[:, None] & (dims < HEAD)[None, :],
-        )
-    else:
-        cell = (tokens * num_heads + heads) * num_splits + split
-        tl.store(partial + cell[:, None] * PADDED_HEAD + dims[None, :], found, mask=is_row[:, None])
-        tl.store(sums + 2 * cell, largest, mask=is_row)
-        tl.store(sums + 2 * cell + 1, total, mask=is_row)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_splits(
-    partial, sums, out, num_splits, HEAD: tl.constexpr, PADDED_HEAD: tl.constexpr, MOST_SPLITS: tl.constexpr
-):
-    """Merge what the splits of one token and head found; the arguments are those of :func:`attend`.
-
-    Grid: (T * num_heads,). MOST_SPLITS is a power of two, at least ``num_splits``. Splits without keys have the sum 0.
-    """
-    cell = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_HEAD)
-    is_split = splits < num_splits
-    at = cell * num_splits + splits
-    largest = tl.load(sums + 2 * at, mask=is_split, other=float("-inf"))
-    totals = tl.load(sums + 2 * at + 1, mask=is_split, other=0.0)
-    factors = tl.where(totals > 0.0, tl.exp2(largest - tl.max(largest, 0)), 0.0)
-    found = tl.load(partial + at[:, None] * PADDED_HEAD + dims[None, :], mask=is_split[:, None], other=0.0)
-    result = tl.sum(found * factors[:, None], 0) / tl.sum(totals * factors, 0)
-    tl.store(out + cell * HEAD + dims, result.to(out.dtype.element_ty), mask=dims < HEAD)
+    is_result = is_row
+    if CAN_SPLIT:  # noqa: SIM102 - decided when the kernel is compiled, unlike the inner one
+        if num_parts > 1:
+            of_entry = (entry * num_kv_heads + head).to(tl.int64) * GROUP + rows
+            tl.store(partial + of_entry[:, None] * PADDED_HEAD + dims[None, :], found, mask=is_row[:, None])
+            tl.store(sums + 2 * of_entry, largest, mask=is_row)
+            tl.store(sums + 2 * of_entry + 1, total, mask=is_row)
+            # All threads have written before one says so, and who finds the number of the others sees their results.
+            tl.debug_barrier()
+            first = (entry - part) * num_kv_heads + head
+            num_before = tl.atomic_add(arrived + first, 1)
+            is_last = num_before == num_parts - 1
+            is_result = is_row & is_last
+            largest = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            found = tl.zeros([ROWS, PADDED_HEAD], tl.float32)
+            for other in tl.range(0, tl.where(is_last, num_parts, 0)):
+                cell = (first + other * num_kv_heads).to(tl.int64) * GROUP + rows
+                its_largest = tl.load(sums + 2 * cell, mask=is_row, other=float("-inf"))
+                new_largest = tl.maximum(largest, its_largest)
+                base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+                decay, factor = tl.exp2(largest - base), tl.exp2(its_largest - base)
+                its_total = tl.load(sums + 2 * cell + 1, mask=is_row, other=0.0)
+                its_found = tl.load(
+                    partial + cell[:, None] * PADDED_HEAD + dims[None, :], mask=is_row[:, None], other=0.0
+                )
+                total = total * decay + its_total * factor
+                found = found * decay[:, None] + its_found * factor[:, None]
+                largest = new_largest
+            tl.store(arrived + first, 0, mask=is_last)
+    tl.store(
+        out + (tokens[:, None] * num_heads + heads[:, None]) * HEAD + dims[None, :],
+        (found / total[:, None]).to(out.dtype.element_ty),
+        mask=is_result[:, None] & (dims < HEAD)[None, :],
+    )

@@ -3,7 +3,7 @@
 The first product is of at most 16 rows: what a decode step of few requests does, limited by reading the weights. Each
 program streams the weights of a few outputs through shared memory once, at 16 bytes a load. Up to 16 rows cost the
 same, because a matrix instruction takes 16. It may normalize the rows that it reads, and add what it finds to the
-residual stream: a layer of few rows is then six or seven kernels, and what their begins and ends cost counts.
+residual stream: a layer of few rows is then six kernels, and what their begins and ends cost counts.
 
 The second multiplies rows by the matrices of their experts: one launch for all experts, whatever the router chose. The
 places of the rows are sorted by expert and padded so that each tile belongs to one expert (as in vLLM's fused experts).

@@ -59,23 +59,23 @@ def prepare_step(
         starts: [num_requests + 1] int32: where its tokens begin, from 0 to num_tokens.
         lengths: [num_requests] int32: how many tokens it has in the cache after the step.
         sent_ids: [num_tokens] int32; negative: the token is that which its row drew last.
-        sent_work: [num_entries, 2] int32: see ``paged_attention.attend``.
+        sent_work: [num_entries, 4] int32: see ``paged_attention.attend``.
         last_tokens: [all rows] int64.
         shifts: [all rows] int64: added to the index of a token to get its rotary position.
         tables: [all rows, row_stride] int32: column ``index * GROUPS + group`` is a block id.
         token_ids: [padded_tokens] int64, as are ``positions``. Written, as are all arrays that follow.
         slots: [GROUPS, slots_stride] int64: block id * BLOCK + place in it.
         step_tables: [GROUPS, requests, columns] int32, of which a group has ``tables_stride``.
-        query_starts: [requests + 1] int32. ``seq_lens``: [requests] int32. ``work``: [padded_entries, 2] int32.
+        query_starts: [requests + 1] int32. ``seq_lens``: [requests] int32. ``work``: [padded_entries, 4] int32.
         WIDTH: Tokens or blocks that one turn of a loop makes.
     """
     request = tl.program_id(0)
     if request == tl.num_programs(0) - 1:
         tl.store(query_starts, 0)
-        for begin in range(0, 2 * padded_entries, WIDTH):
+        for begin in range(0, 4 * padded_entries, WIDTH):
             at = begin + tl.arange(0, WIDTH)
-            entry = tl.load(sent_work + at, mask=at < 2 * num_entries, other=-1)
-            tl.store(work + at, entry, mask=at < 2 * padded_entries)
+            entry = tl.load(sent_work + at, mask=at < 4 * num_entries, other=-1)
+            tl.store(work + at, entry, mask=at < 4 * padded_entries)
         for begin in range(num_tokens, padded_tokens, WIDTH):
             at = begin + tl.arange(0, WIDTH)
             is_padding = at < padded_tokens

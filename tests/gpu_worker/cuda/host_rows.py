@@ -24,7 +24,7 @@ class HostRowKernels:
         block_size: int,
     ) -> None:
         size = sent.size
-        made.work[: padded.entries, 0], made.work[: padded.entries, 1] = -1, -1
+        made.work[: padded.entries] = -1
         made.work[: size.entries] = sent.work
         made.token_ids[: padded.tokens] = made.positions[: padded.tokens] = 0
         made.slots[:, : padded.tokens] = -1

@@ -5,10 +5,10 @@ import pytest
 from tests.gpu_worker.cuda.device_calls import MODELS, count_step
 
 MOST = {
-    ("8B (Llama 3.1)", 1): 240,
-    ("8B (Llama 3.1)", 16): 240,
-    ("30B-A3B (Qwen3)", 1): 900,
-    ("30B-A3B (Qwen3)", 128): 900,
+    ("8B (Llama 3.1)", 1): 210,
+    ("8B (Llama 3.1)", 16): 210,
+    ("30B-A3B (Qwen3)", 1): 740,
+    ("30B-A3B (Qwen3)", 128): 740,
 }
 
 

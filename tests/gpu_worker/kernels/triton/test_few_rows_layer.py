@@ -1,4 +1,4 @@
-"""Layers of few rows in six kernels, one more where keys are split, against PyTorch's operations one by one."""
+"""Layers of few rows in six kernels against PyTorch's operations one by one."""
 
 from collections import Counter
 
@@ -79,7 +79,7 @@ def test_the_same_logits(model_type, entries, launched, save_checkpoint):
         torch.testing.assert_close(mine, other, rtol=2e-4, atol=2e-4)
     for chunk, (_, count) in zip(counts, CHUNKS, strict=True):
         if count <= 16:
-            layers = {"few_rows": 4 * 2 + 1, "rotate_and_write": 2, "attend": 2, "merge_splits": 2, "add_norm": 1}
+            layers = {"few_rows": 4 * 2 + 1, "rotate_and_write": 2, "attend": 2, "add_norm": 1}
             assert chunk == layers, "the last norm and the logits are no part of a layer"
         else:
             assert chunk["add_norm"] == 5

@@ -12,7 +12,7 @@ from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention import triton_backend as attention_work
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
-from tokenloom.gpu_worker.attention.triton_backend import TritonBackend, num_splits, work_entries
+from tokenloom.gpu_worker.attention.triton_backend import TritonBackend, key_parts, most_parts, work_entries
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 3e-3, "atol": 3e-3}}
@@ -109,15 +109,60 @@ def test_work_covers_every_query_once():
     for _ in range(50):
         lengths, queries = rng.integers(1, 70, 5), int(rng.integers(1, 40))
         entries = work_entries(lengths, queries)
-        covered = [(r, q) for r, first in entries.tolist() for q in range(first, min(first + queries, lengths[r]))]
+        covered = [
+            (r, q) for r, first, _, _ in entries.tolist() for q in range(first, min(first + queries, lengths[r]))
+        ]
         assert sorted(covered) == [(r, q) for r, count in enumerate(lengths.tolist()) for q in range(count)]
 
 
-def test_one_long_decode_fills_the_device_and_many_do_not_split():
-    assert num_splits(1, 1, 8, 8192, 64) == 32
-    assert num_splits(16, 16, 8, 8192, 64) == 2
-    assert num_splits(17, 17, 1, 8192, 64) == 1
-    assert num_splits(1, 1, 8, 64, 64) == num_splits(1, 1, 8, 1, 64) == 2, "whatever the context is"
+def test_keys_are_split_by_work():
+    def parts(*lengths, heads=8):
+        return key_parts(np.array(lengths), heads).tolist()
+
+    assert parts(8192) == [32], "one long decode fills the device"
+    assert parts(64) == [1]
+    assert parts(65) == [2]
+    assert parts(*[512] * 16) == [2] * 16
+    assert parts(*[512] * 128) == [1] * 128, "many fill it without"
+    assert parts(131_072, *[500] * 128) == [23, *[1] * 128], "but for one that would take as long as all others"
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        lengths, heads = (
+            rng.integers(1, 1 << int(rng.integers(1, 18)), int(rng.integers(1, 200))),
+            int(rng.integers(1, 33)),
+        )
+        assert sum(parts(*lengths, heads=heads)) <= len(lengths) + most_parts(heads)
+
+
+def test_a_list_of_parts():
+    parts = np.array([3, 1, 2])
+    assert work_entries(np.array([1, 1, 1]), 1, parts).tolist() == [
+        [0, 0, 0, 3],
+        [0, 0, 1, 3],
+        [0, 0, 2, 3],
+        [1, 0, 0, 1],
+        [2, 0, 0, 2],
+        [2, 0, 1, 2],
+    ]
+    of_prompts = work_entries(np.array([1, 5, 1]), 2, np.array([2, 1, 1])).tolist()
+    assert of_prompts == [[2, 0, 0, 1], [1, 4, 0, 1], [1, 2, 0, 1], [1, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 2]]
+
+
+def test_parts_leave_the_counters_as_they_found_them():
+    """Layers and steps share them."""
+    config = shape(2, torch.float32, 4, 32)
+    step = make_step([1, 1, 3], [700, 40, 130], 4, config)
+    backend = TritonBackend(config, 16, CPU)
+    expected, _ = run_rule(ReferenceBackend(config, 16, CPU), step, ScoreRule(0.3))
+    for _ in range(2):
+        found, _ = run_rule(backend, step, ScoreRule(0.3))
+        torch.testing.assert_close(found, expected)
+    assert len(backend._counters) == 1
+    assert not backend._counters[0].any()
+    assert backend.work(np.array([1, 1, 3]), np.array([700, 40, 130]), 3)[:, 3].max() > 1
+
+
+def test_a_decode_of_many_query_heads_has_rows_for_all_of_them():
     assert attention_work.program_shape(1, 32, 128, torch.bfloat16).rows == 32
 
 

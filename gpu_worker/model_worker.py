@@ -260,8 +260,8 @@ class ModelWorker:
         batches = decode_batches(scheduler, kv_cache.num_blocks)
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
             run_decode_steps(self._require_runner(), batches, block_size)
-            if self._loras is not None and not self._platform.pool_is_on_host:
-                self._run_adapted(self._loras, kv_cache.num_blocks)
+            if not self._platform.pool_is_on_host:
+                self._run_prompts(kv_cache.num_blocks)
         # How many steps it measures depends on their times, and all ranks must compute the same.
         measures = self._config.speculative is not None and self._ranks.place.is_whole
         num_free = self._free_rows(kv_cache.num_blocks) if measures else 0
@@ -280,13 +280,15 @@ class ModelWorker:
             free_rows=num_free,
         )
 
-    def _run_adapted(self, loras: LoraSlots, num_blocks: int) -> None:
-        """Compute a step of few rows and one of many, which have other kernels, with an empty adapter."""
-        block_size = self._config.cache.block_size
-        many = min(self._config.scheduler.max_num_batched_tokens, num_blocks * block_size, self._max_model_len)
-        for num_rows in (1, many):
-            with loras.all_adapted(num_rows):
-                self._require_runner().dummy_run([num_rows], block_size)
+    def _run_prompts(self, num_blocks: int) -> None:
+        """Compute a prompt of one token and a long one, which have other kernels, and both with an empty adapter."""
+        runner, block_size = self._require_runner(), self._config.cache.block_size
+        longest = min(self._config.scheduler.max_num_batched_tokens, num_blocks * block_size, self._max_model_len)
+        for num_tokens in (1, longest):
+            runner.dummy_run([num_tokens], block_size)
+            if self._loras is not None:
+                with self._loras.all_adapted(num_tokens):
+                    runner.dummy_run([num_tokens], block_size)
 
     def _is_small(self, num_tokens: int, num_layers: int) -> bool:
         """Return whether one thread of the host computes so many tokens in so many layers in about half a second."""

@@ -1,6 +1,7 @@
 """Computes attention with the Triton kernel: one launch a layer."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +80,7 @@ def work_entries(query_lens: IntArray, queries: int, parts: IntArray | None = No
     counts = -(-query_lens // queries)
     requests = np.repeat(np.arange(len(query_lens)), counts)
     firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
-    if len(requests) > len(query_lens):
+    if counts.max(initial=0) > 1:
         requests, firsts = requests[::-1], firsts[::-1]
     of_entries = np.ones(len(requests), dtype=np.int64) if parts is None else parts[requests]
     first_entries = np.repeat(np.cumsum(of_entries) - of_entries, of_entries)
@@ -87,6 +88,15 @@ def work_entries(query_lens: IntArray, queries: int, parts: IntArray | None = No
     columns.insert(2, np.arange(len(first_entries)) - first_entries)
     entries: npt.NDArray[np.int32] = np.stack(columns, axis=1).astype(np.int32)
     return entries
+
+
+class WorkList(NamedTuple):
+    """Lists what the programs of a step compute."""
+
+    entries: npt.NDArray[np.int32]
+    """[entries, 4], see :func:`work_entries`."""
+    num_wide: int
+    """The first so many are of programs of the shape for the longest queries, the others of that for one query."""
 
 
 _LARGEST_HEAD = 256
@@ -118,14 +128,19 @@ class TritonBackend(LocalBackend):
         that registers would not hold what merging needs."""
         return shape == self.shape(1)
 
-    def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int) -> npt.NDArray[np.int32]:
-        """Return the list of the kernel, see :func:`work_entries`, of a step whose requests have at most so many
-        queries each."""
-        shape, parts = self.shape(most_queries), None
+    def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int, room: int = 0) -> WorkList:
+        """Return the list of the kernel for a step whose requests have at most so many queries each. ``room``: for how
+        many wide entries there is room, which padding fills; 0: for those that there are."""
+        shape, decoding = self.shape(most_queries), query_lens == 1
+        queries, parts = max(1, shape.rows // self.group), np.ones(len(query_lens), dtype=np.int64)
+        parts[decoding] = key_parts(seq_lens[decoding], self.num_kv_heads)
         if self.can_split(shape):
-            parts, decoding = np.ones(len(query_lens), dtype=np.int64), query_lens == 1
-            parts[decoding] = key_parts(seq_lens[decoding], self.num_kv_heads)
-        return work_entries(query_lens, max(1, shape.rows // self.group), parts)
+            return WorkList(work_entries(query_lens, queries, parts), 0)
+        # A program for many queries would compute as many rows for the single one of a decode, and all of its keys.
+        wide = work_entries(np.where(decoding, 0, query_lens), queries)
+        padding = np.full((max(0, room - len(wide)), 4), -1, dtype=np.int32)
+        narrow = work_entries(decoding.astype(np.int64), 1, parts)
+        return WorkList(np.concatenate((wide, padding, narrow)), len(wide) + len(padding))
 
     def counters(self, count: int) -> Tensor:
         """Return ``count`` zeros, int32, on the device, which every launch leaves as zeros."""
@@ -146,14 +161,15 @@ class TritonBackend(LocalBackend):
         """Prepare a step as :class:`~.attention_backend.AttentionBackend` says, with one copy to the device."""
         query_lens = np.diff(cu_query_lens)
         most_queries = int(query_lens.max(initial=1))
-        work = self.work(query_lens, seq_lens, most_queries)
+        work, num_wide = self.work(query_lens, seq_lens, most_queries)
         arrays = (work, cu_query_lens, seq_lens, block_tables, *(() if limits is None else (limits,)))
         slots, *others = copy_packed([slot_mapping.astype(np.int64), *map(_int32, arrays)], self.device)
-        return self.plan_of(PlanTensors(slots, *others), self.shape(most_queries))
+        return self.plan_of(PlanTensors(slots, *others), self.shape(most_queries), num_wide)
 
-    def plan_of(self, tensors: "PlanTensors", shape: ProgramShape) -> AttentionPlan:
-        """Return a plan of arrays that are on the device, or that will be when a layer reads them."""
-        return TritonPlan(self, tensors, shape)
+    def plan_of(self, tensors: "PlanTensors", shape: ProgramShape, num_wide: int) -> AttentionPlan:
+        """Return a plan of arrays that are on the device, or that will be when a layer reads them. The first
+        ``num_wide`` entries of the list are of programs of this shape."""
+        return TritonPlan(self, tensors, shape, num_wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +192,9 @@ class TritonPlan:
     backend: TritonBackend
     tensors: PlanTensors
     shape: ProgramShape
+    """Of the programs of the first entries."""
+    num_wide: int
+    """How many these are; the others have the shape for one query."""
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:
         return self.tensors.slots
@@ -202,13 +221,22 @@ class TritonPlan:
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
         query = token_rows(query)
-        _, num_heads, head = query.shape
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        work, num_wide = self.tensors.work, self.num_wide
+        if num_wide:
+            self._launch(query, kv_cache, rule, out, self.shape, work[:num_wide])
+        self._launch(query, kv_cache, rule, out, self.backend.shape(1), work[num_wide:])
+        return out
+
+    def _launch(
+        self, query: Tensor, kv_cache: KVCache, rule: ScoreRule, out: Tensor, shape: ProgramShape, work: Tensor
+    ) -> None:
+        """Compute some entries of the list by programs of one shape."""
+        (_, num_heads, head), num_entries, num_kv_heads = query.shape, len(work), kv_cache.shape[2]
         padded_head, tensors, backend = power_of_2(kv_cache.shape[4], 16), self.tensors, self.backend
         limits = tensors.limits if rule.sees_images else None
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         partial = sums = out
-        arrived, num_entries, num_kv_heads = tensors.work, len(tensors.work), kv_cache.shape[2]
-        can_split = backend.can_split(self.shape)
+        arrived, can_split = work, backend.can_split(shape)
         if can_split:
             partial = torch.empty((num_entries, num_heads, padded_head), device=query.device)
             sums = torch.empty((num_entries, num_heads, 2), device=query.device)
@@ -222,12 +250,12 @@ class TritonPlan:
             partial,
             sums,
             arrived,
-            tensors.work,
+            work,
             tensors.query_starts,
             tensors.seq_lens,
             tensors.block_tables,
             query if rule.sinks is None else rule.sinks,
-            tensors.work if limits is None else limits,
+            work if limits is None else limits,
             rule.scale,
             rule.softcap or 0.0,
             rule.sliding_window or 0,
@@ -239,17 +267,16 @@ class TritonPlan:
             CACHE_HEAD=kv_cache.shape[4],
             PADDED_HEAD=padded_head,
             BLOCK=backend.block_size,
-            ROWS=self.shape.rows,
-            TILE=self.shape.tile,
+            ROWS=shape.rows,
+            TILE=shape.tile,
             CAN_SPLIT=can_split,
             HAS_WINDOW=rule.sliding_window is not None,
             HAS_SOFTCAP=rule.softcap is not None,
             HAS_SINKS=rule.sinks is not None,
             HAS_LIMITS=limits is not None,
-            num_warps=self.shape.warps,
-            num_stages=self.shape.stages,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
         )
-        return out
 
 
 def _int32(values: IntArray) -> IntArray:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionBackend, KVCache
+from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
@@ -183,7 +183,7 @@ class DeviceSteps:
     ) -> None:
         """``batch``: whose steps these are; ``most_tokens``: of a step; ``capture``: None: there are no graphs."""
         self._most_requests = requests = min(batch.max_num_seqs, most_tokens)
-        entries = requests + plans.most_parts + most_tokens // min(plans.queries(1), plans.queries(most_tokens))
+        entries = max(sum(plans.room(tokens, requests)) for tokens in (1, most_tokens))
         most = StepSize(most_tokens, requests, entries)
         self._plans = plans
         self._device = device
@@ -243,14 +243,17 @@ class DeviceSteps:
         if self._graphs is not None and not (adapted or inputs.embeds or is_turned):
             size = self._graphs.size_for(num_tokens, num_requests, is_decode=is_decode)
         most_queries = size.step.tokens if size is not None and not is_decode else int(query_lens.max(initial=1))
-        work = self._plans.work(query_lens, inputs.seq_lens, most_queries)
+        work, num_wide = self._plans.work(
+            query_lens, inputs.seq_lens, most_queries, 0 if size is None else size.num_wide
+        )
         sent = self._send(inputs, work, None if is_decode else _logit_rows(inputs))
         exact = StepSize(num_tokens, num_requests, len(work))
         self._prepare(sent, exact if size is None else size.step)
         if len(inputs.sampled):
             self.sampling_rows = self._rows.draws(sent["drawn rows"], sent["numbers"])
         if size is None:
-            hidden = self._forward(model, inputs, sent, kv_caches, exact, most_queries)
+            plan = self._plans.plan(self._tensors.part(exact), most_queries, num_wide, sent.get("limits"))
+            hidden = self._forward(model, inputs, sent, kv_caches, plan)
             logits = None
         else:
             assert self._graphs is not None, "a size comes from the graphs"
@@ -296,14 +299,13 @@ class DeviceSteps:
         inputs: StepInputs,
         sent: Mapping[str, Tensor],
         kv_caches: list[KVCache],
-        size: StepSize,
-        most_queries: int,
+        plan: AttentionPlan,
     ) -> Tensor:
-        tensors = self._tensors.part(size)
-        plan = self._plans.plan(tensors, most_queries, sent.get("limits"))
+        tensors, num_tokens = self._tensors, len(inputs.token_ids)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, to_device(rows.copy(), self._device)) for start, rows in inputs.embeds]
-        return model.forward(tensors.token_ids, sent.get("rope", tensors.positions), kv_caches, plan, embeds)
+        positions = sent.get("rope", tensors.positions[:num_tokens])
+        return model.forward(tensors.token_ids[:num_tokens], positions, kv_caches, plan, embeds)
 
 
 def _logit_rows(inputs: StepInputs) -> npt.NDArray[np.int64]:

@@ -9,15 +9,13 @@ pool of memory, because only the results of the latest step are needed.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.triton_backend import PlanTensors, TritonBackend, most_parts
+from ..attention.triton_backend import PlanTensors, TritonBackend, WorkList, most_parts
 from ..models.model import LanguageModel, routes_of
 from .step_tensors import Capture, Graph, StepSize, StepTensors
 
@@ -35,6 +33,8 @@ class GraphSize:
     step: StepSize
     is_decode: bool
     """Whether every request has one token and draws; otherwise the logits are not part of the graph."""
+    num_wide: int = 0
+    """For how many entries of longer queries there is room, before those of single ones."""
 
 
 class _OneByOne:
@@ -77,18 +77,23 @@ class StepPlans:
         part = self._parts[0]
         return max(1, part.shape(most_queries).rows // part.group)
 
-    def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int) -> npt.NDArray[np.int32]:
-        """Return the list of the attention kernel, [entries, 4], if no request has more than so many queries."""
-        return self._parts[0].work(query_lens, seq_lens, most_queries)
+    def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int, room: int) -> WorkList:
+        """Return the list of the attention kernel, as :meth:`TritonBackend.work` does."""
+        return self._parts[0].work(query_lens, seq_lens, most_queries, room)
 
-    @property
-    def most_parts(self) -> int:
-        """How many parts of keys decodes have at most beyond one for each request."""
-        return most_parts(self._parts[0].num_kv_heads)
+    def room(self, tokens: int, requests: int) -> tuple[int, int]:
+        """Return how many entries a step of so many tokens and requests may have at most in the list: those of longer
+        queries, and others."""
+        part, full = self._parts[0], tokens // self.queries(tokens)
+        single = requests + most_parts(part.num_kv_heads)
+        # Each request may end with an entry that is not full.
+        return (0, full + single) if part.can_split(part.shape(tokens)) else (full + requests, single)
 
-    def plan(self, tensors: StepTensors, most_queries: int, limits: Tensor | None = None) -> AttentionPlan:
-        """Return the plan of a step. ``limits`` [T] int32: as
-        :meth:`..attention.attention_backend.AttentionBackend.plan` has them, of a step without a graph."""
+    def plan(
+        self, tensors: StepTensors, most_queries: int, num_wide: int, limits: Tensor | None = None
+    ) -> AttentionPlan:
+        """Return the plan of a step, of whose entries the first ``num_wide`` are of longer queries. ``limits`` [T]
+        int32: as :meth:`..attention.attention_backend.AttentionBackend.plan` has them, of a step without a graph."""
         plans = list[AttentionPlan]()
         for index, part in enumerate(self._parts):
             shape = part.shape(most_queries)
@@ -100,7 +105,7 @@ class StepPlans:
                 tensors.tables[index],
                 limits,
             )
-            plans.append(part.plan_of(arrays, shape))
+            plans.append(part.plan_of(arrays, shape, num_wide))
         return self._backend.join(plans) if isinstance(self._backend, GroupedBackend) else plans[0]
 
 
@@ -133,13 +138,12 @@ class StepGraphs:
         return self._decode(bucket) if is_decode else self._mixed(bucket)
 
     def _decode(self, rows: int) -> GraphSize:
-        return GraphSize(StepSize(rows, rows, rows + self._plans.most_parts), is_decode=True)
+        _, entries = self._plans.room(1, rows)
+        return GraphSize(StepSize(rows, rows, entries), is_decode=True)
 
     def _mixed(self, tokens: int) -> GraphSize:
-        # Each request may end with an entry that is not full.
-        requests = min(tokens, self._most_requests)
-        entries = requests + tokens // self._plans.queries(tokens)
-        return GraphSize(StepSize(tokens, self._most_requests, entries), is_decode=False)
+        wide, narrow = self._plans.room(tokens, min(tokens, self._most_requests))
+        return GraphSize(StepSize(tokens, self._most_requests, wide + narrow), is_decode=False, num_wide=wide)
 
     def forget(self) -> None:
         """Drop all graphs: the weights or the KV caches are others from now on."""
@@ -162,7 +166,7 @@ class StepGraphs:
 
     def _record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> Graph:
         tensors, routes = self._tensors.part(size.step), routes_of(model)
-        plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens)
+        plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens, size.num_wide)
 
         def compute() -> list[Tensor]:
             if routes is not None:

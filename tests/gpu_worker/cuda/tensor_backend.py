@@ -16,7 +16,7 @@ class TensorBackend(TritonBackend):
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         return super().allocate(num_blocks + 1, memory)
 
-    def plan_of(self, tensors: PlanTensors, shape: ProgramShape) -> AttentionPlan:
+    def plan_of(self, tensors: PlanTensors, shape: ProgramShape, num_wide: int) -> AttentionPlan:
         return TensorPlan(tensors, self.block_size)
 
 

@@ -176,12 +176,12 @@ def count(case: str, compiles: Compiles) -> dict[str, Any]:
             # An odd number of rows and of tokens: what lies behind them in an array must be aligned all the same.
             worker=WorkerConfig(model=str(path), dtype="bfloat16", attention_backend="triton", num_threads=1),
             cache=CacheConfig(block_size=16, num_blocks=200),
-            scheduler=SchedulerConfig(max_num_seqs=21, max_num_batched_tokens=75),
+            scheduler=SchedulerConfig(max_num_seqs=21, max_num_batched_tokens=21 if how == "small steps" else 75),
             kv=KVConfig(transports=("cuda",)),
             lora=_adapters(path) if how == "adapters" else LoraConfig(),
             max_model_len=256,
         )
-        core = EngineCore(config, UniProcExecutor(ModelWorker(config, Platform(has_graphs=how != "without graphs"))))
+        core = EngineCore(config, UniProcExecutor(ModelWorker(config, Platform(has_graphs=how in ("", "adapters")))))
         begun = len(compiles.found)
         loaded = [] if core.adapters is None else core.adapters.answer().adapters
         steps = serve(core, [b"", *(state.digest for state in loaded)])

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-CASES = ["llama", "qwen3, without graphs", "gemma3_text", "qwen3_moe", "qwen3_moe, without graphs", "llama, adapters"]
+CASES = [
+    "llama",
+    "qwen3, without graphs",
+    "qwen3, small steps",
+    "gemma3_text",
+    "qwen3_moe",
+    "qwen3_moe, without graphs",
+    "llama, adapters",
+]
 EVERYWHERE = {"add_norm", "attend", "few_rows", "prepare_step", "rotate_and_write", "scatter"}
 ASKED = {"add_listed", "change_rows", "copy_blocks", "count_drawn", "logprobs", "sample"}
 

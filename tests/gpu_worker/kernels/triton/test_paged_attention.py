@@ -14,6 +14,7 @@ from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend, key_parts, most_parts, work_entries
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.kernels.triton.paged_attention import attend
 
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 3e-3, "atol": 3e-3}}
 HEADS = [(4, 4), (4, 2), (6, 2), (7, 1), (8, 1)]
@@ -159,7 +160,37 @@ def test_parts_leave_the_counters_as_they_found_them():
         torch.testing.assert_close(found, expected)
     assert len(backend._counters) == 1
     assert not backend._counters[0].any()
-    assert backend.work(np.array([1, 1, 3]), np.array([700, 40, 130]), 3)[:, 3].max() > 1
+    work, num_wide = backend.work(np.array([1, 1, 3]), np.array([700, 40, 130]), 3)
+    assert (int(work[:, 3].max()) > 1, num_wide) == (True, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("batch", [([1, 20, 1, 40], [900, 30, 5, 60]), ([20, 40], [30, 60]), ([1, 30], [300, 300])])
+def test_decodes_beside_prompts_have_programs_of_their_own(batch, dtype, monkeypatch):
+    grids, launch = [], triton_backend.launch
+
+    def count(kernel, grid, *arguments, **constants):
+        if kernel is attend:
+            grids.append((grid[0], constants["ROWS"], constants["CAN_SPLIT"]))
+        launch(kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(triton_backend, "launch", count)
+    config = shape(1, dtype, num_heads=4)
+    compare(*batch, config, ScoreRule(0.3))
+    num_queries, lengths = map(np.array, batch)
+    num_parts = key_parts(lengths[num_queries == 1], 1).sum()
+    if dtype == torch.float32:  # one shape for all
+        assert [grid[1:] for grid in grids] == [(16, True)]
+    else:
+        assert grids[0] == ((-(-num_queries[num_queries > 1] // 32)).sum(), 128, False)
+        assert grids[1] == (num_parts, 16, True)
+
+
+def test_there_is_room_for_padding_before_the_decodes():
+    backend = TritonBackend(shape(1, torch.float16, num_heads=4), 16, CPU)
+    entries, num_wide = backend.work(np.array([1, 40]), np.array([9, 40]), 64, room=4)
+    assert num_wide == 4
+    assert entries.tolist() == [[1, 32, 0, 1], [1, 0, 0, 1], [-1] * 4, [-1] * 4, [0, 0, 0, 1]]
 
 
 def test_a_decode_of_many_query_heads_has_rows_for_all_of_them():

@@ -66,7 +66,6 @@ def compute(path, ops, make_backend, quantization=None, launched=None):
         ("llama", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_size": 128, "intermediate_size": 256}),
         ("qwen3", {"head_dim": 16}),
-        ("gemma", {"head_dim": 16}),
     ],
 )
 def test_the_same_logits(model_type, entries, launched, save_checkpoint):

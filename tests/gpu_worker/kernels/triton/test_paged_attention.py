@@ -88,7 +88,7 @@ def test_what_other_requests_left_in_a_block_changes_nothing():
 
 def test_entries_without_a_request_compute_nothing(monkeypatch):
     """A captured graph has more entries than a step needs."""
-    padded = np.array([[-1, 0], [-1, 0]], dtype=np.int32)
+    padded = np.full((2, 4), -1, dtype=np.int32)
     monkeypatch.setattr(
         triton_backend, "work_entries", lambda *args: np.concatenate([padded, work_entries(*args), padded])
     )

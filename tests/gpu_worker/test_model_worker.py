@@ -33,7 +33,6 @@ from tokenloom.gpu_worker.cuda.step_graphs import row_buckets, token_buckets
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.gpu_worker.speculation import model_proposer
 from tokenloom.gpu_worker.warm_up import largest_step
 
 DEMO_MODEL = Path(demo_model.__file__).parent
@@ -73,23 +72,6 @@ def test_the_same_tokens_as_on_the_host(kinds):
     apart = generate(EngineCore(config, UniProcExecutor(ModelWorker(config, ApartPlatform()))), kinds)
     assert apart == generate(EngineCore(config, UniProcExecutor(CPUWorker(config))), kinds)
     assert all(len(each) == 12 for each in apart.values())
-
-
-@pytest.mark.parametrize("kinds", [["drawn"], ["drawn", "changed"]])
-def test_drafts_are_drawn_where_the_logits_are(kinds, monkeypatch):
-    """Only ids and the probabilities of drafts come to the host, unless a request's logits are changed there."""
-    num_drawn, draw = [0], model_proposer._draw_on_device
-
-    def count(sampler, logits, params, output_indices):
-        num_drawn[0] += len(params)
-        return draw(sampler, logits, params, output_indices)
-
-    monkeypatch.setattr(model_proposer, "_draw_on_device", count)
-    plain = make_config()
-    config = msgspec.structs.replace(plain, speculative=SpeculativeConfig("draft_model", 3, str(DEMO_MODEL)))
-    found = generate(EngineCore(config, UniProcExecutor(ModelWorker(config, ApartPlatform()))), kinds)
-    assert found == generate(EngineCore(plain, UniProcExecutor(CPUWorker(plain))), kinds)
-    assert (num_drawn[0] > 0) == (kinds == ["drawn"])
 
 
 def test_the_platform_says_how_much_is_left_for_kv():

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tokenloom.gpu_worker.attention import attention_backends
 from tokenloom.gpu_worker.layers import fp8_linear, linear
+from tokenloom.gpu_worker.lora import slots
 from tokenloom.gpu_worker.models import experts
 from tokenloom.gpu_worker.ops import ops_choice
 
@@ -116,7 +117,7 @@ def _on_gpu(result: Any) -> Any:
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Provide a GPU on which PyTorch computes, without Triton."""
-    for module in (attention_backends, experts, fp8_linear, linear, ops_choice):
+    for module in (attention_backends, experts, fp8_linear, linear, ops_choice, slots):
         monkeypatch.setattr(module, "uses_triton", lambda device: False)
     with OnCuda():
         yield CUDA

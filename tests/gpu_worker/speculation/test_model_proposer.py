@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.gpu_worker.sampler.device.host_draw import HostKernels, make_device_sampler
 from tests.gpu_worker.speculation.steps import BLOCK_SIZE, DEMO_MODEL, NUM_BLOCKS, Driver
 from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN, STATEFUL, params
 from tokenloom.engine_core.data.config import SpeculativeConfig
@@ -18,7 +19,10 @@ from tokenloom.gpu_worker.attention.cache import make_kv_pool
 from tokenloom.gpu_worker.attention.grouped_backend import PoolLayers
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 from tokenloom.gpu_worker.speculation.drafting import Drafting
+from tokenloom.gpu_worker.speculation.model_proposer import _draw_on_device, _probabilities
 from tokenloom.gpu_worker.speculation.rejection import RejectionSampler
 
 CPU = torch.device("cpu")
@@ -50,6 +54,43 @@ def test_a_model_drafts_for_itself_without_a_mistake(model, truth):
     outputs = driver.generate(PLAIN, NUM_TOKENS, wanted=5)
     assert {name: tokens[:NUM_TOKENS] for name, tokens in outputs.items()} == {name: truth[name] for name in PLAIN}
     assert driver.steps == 1 + -(-(NUM_TOKENS - 1) // 6)
+
+
+class Counting(HostKernels):
+    """Counts the rows that are drawn."""
+
+    num_drawn = 0
+
+    def draw(self, logits, columns):
+        self.num_drawn += len(logits)
+        return super().draw(logits, columns)
+
+
+@pytest.mark.parametrize(("requests", "on_device"), [(PLAIN, True), (PLAIN | STATEFUL, False)])
+def test_a_device_draws_drafts_where_their_logits_are(requests, on_device, model, truth):
+    """Unless a request changes its logits, which the host does."""
+    drafting, kernels = load(model, "draft_model"), Counting()
+    sampler = DeviceSampler(kernels)
+    where = (NUM_BLOCKS, BLOCK_SIZE, None)
+    driver = Driver(model, lambda batch: drafting.make(batch, make_backend, *where, device_sampler=sampler))
+    driver.proposer.least_confidence = 0.0
+    outputs = driver.generate(requests, NUM_TOKENS, wanted=5)
+    assert {name: tokens[:NUM_TOKENS] for name, tokens in outputs.items()} == {name: truth[name] for name in requests}
+    if on_device:
+        assert driver.steps == 1 + -(-(NUM_TOKENS - 1) // 6), "every draft is right"
+        assert kernels.num_drawn >= driver.accepted > 0
+    else:
+        assert kernels.num_drawn == 0
+
+
+def test_a_draft_s_probability_is_the_host_s():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
+    logits[3] = float("nan")
+    asked = [params(seed) for seed in range(4)]
+    tokens, shares = _draw_on_device(make_device_sampler(), logits.clone(), asked, np.arange(4))
+    expected = np.maximum(Sampler().sample(logits.numpy().copy(), asked, np.arange(4)), 0)
+    assert tokens.tolist() == expected.tolist()
+    np.testing.assert_allclose(shares, _probabilities(logits.numpy().copy(), expected), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("method", "folder", "least"), [("draft_model", "draft", 0.3), ("eagle", "eagle", 0.2)])

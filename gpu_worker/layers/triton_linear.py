@@ -237,7 +237,7 @@ class TritonExperts:
         return out
 
 
-class RowChanges(NamedTuple):
+class SlotMatrices(NamedTuple):
     """Holds what is added to the outputs of rows, by the slot of each row's adapter."""
 
     down: Tensor
@@ -250,7 +250,7 @@ class RowChanges(NamedTuple):
     """[slots, outputs] float32: what is added at last."""
 
 
-def change_rows(x: Tensor, out: Tensor, changes: RowChanges, tiles: ExpertTiles) -> None:
+def change_rows(x: Tensor, out: Tensor, changes: SlotMatrices, tiles: ExpertTiles) -> None:
     """Change the outputs [T, outputs] of a layer in place, for the rows x [T, inputs] that ``tiles`` hold, by slots."""
     assert out.is_contiguous()
     inner = _grouped(x.contiguous(), changes.down, None, "none", tiles, len(x), share=1)

@@ -74,7 +74,7 @@ class GroupedChanges:
         self, inputs: int, outputs: Sequence[int], max_loras: int, rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """``outputs``: of the parts of the layer; ``rank``: the largest of an adapter."""
-        from ..layers.triton_linear import RowChanges
+        from ..layers.triton_linear import SlotMatrices
 
         self._outputs = outputs
         self._rank = -(-rank // _RANK_STEP) * _RANK_STEP
@@ -83,7 +83,7 @@ class GroupedChanges:
         down = torch.zeros(max_loras, ranks, inputs, dtype=dtype, device=device)
         up = torch.zeros(max_loras, total, ranks, dtype=dtype, device=device)
         factors, shifts = torch.zeros(2, max_loras, total, dtype=torch.float32, device=device)
-        self._changes = RowChanges(down, up, factors, shifts)
+        self._changes = SlotMatrices(down, up, factors, shifts)
 
     def occupy(self, slot: int, matrices: Sequence[Matrices | None]) -> None:
         """Use these matrices, one or none for each part, for the rows of a slot."""

@@ -28,8 +28,10 @@ MADE_AT_RUN_TIME = {
     "engine_core/structured_output/llguidance_backend.py": r"(<\|end\|>|<\|ends\|>|<\|e)",
     "gpu_worker/lora/stored_changes.py": r"(.+?)\.(lora_A\.weight|lora_B\.weight|weight)",
     "tokenloom/request/errors.py": r"(?<!\w)max_tokens(?!\w)",
+    "services/engine/core/vllm_server.py": r'[{,]block_size="(\d{1,12})"',
     "services/gateway/formats/call_parser.py": "(⟨id⟩|⟨index⟩)",
     "services/gateway/formats/call_tags.py": "(⟨id⟩|⟨index⟩)",
+    "services/tokenizer/long_texts.py": r"\n(?=[^\W_])|[A-Za-z](?= [A-Za-z])",
     "services/tokenizer/spelled_tokens.py": r"<(?:\|(?:e(?:nds?)?\|>|\|>)|e>?)",
 }
 # What expressions of a table are called where they are used.
@@ -60,6 +62,7 @@ def uses() -> Iterator[Use]:
 
 def _uses_in(path: str, module: ast.Module) -> Iterator[Use]:
     methods = _methods_by_name(module)
+    used = {node.value: node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
     for node in ast.walk(module):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re.")):
             continue
@@ -71,6 +74,8 @@ def _uses_in(path: str, module: ast.Module) -> Iterator[Use]:
         assert isinstance(pattern, str | bytes)
         flags = sum(_flag(keyword.value) for keyword in node.keywords if keyword.arg == "flags")
         flags += sum(map(_flag, node.args[1:])) if name == "compile" else 0
+        if used.get(node) in METHODS:  # re.compile(…).search
+            name = str(used[node])
         for method in methods[_target(module, node)] if name == "compile" else [name]:
             yield Use(path, pattern, flags, method)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenloom.process.fall_backs import OF_PROCESS
 
@@ -298,7 +299,7 @@ class StoreQueue:
         if store is not None:
             store.close()
 
-    def _save(self, store: BlockStore, block: SavedBlock, buffer: "np.typing.NDArray[np.uint8]") -> None:
+    def _save(self, store: BlockStore, block: SavedBlock, buffer: npt.NDArray[np.uint8]) -> None:
         if not block.is_current:
             return
         begin = 0

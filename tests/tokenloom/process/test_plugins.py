@@ -52,6 +52,8 @@ def test_a_package_is_described_without_being_imported(put: Install) -> None:
         (one("model_architectures"), ["acme"], "tokenizer", r"has nothing for the tokenizer; it is for engine"),
         (one("fronts"), ["acme"], "engine", r"has nothing for the engine; it is for gateway"),
         (one("schedulers"), ["acme"], "gateway", r"acme 1\.0 \(schedulers\) has nothing for the gateway; .* engine"),
+        (one("kv_connectors"), ["acme"], "gateway", "has nothing for the gateway; it is for engine"),
+        (one("kv_connectors"), ["acme"], "coordinator", "has nothing for the coordinator"),
         (one("schedulers"), ["acme", "ACME"], "engine", "acme is named 2 times"),
         (one("schedulers"), ["acmee"], "engine", "no package acmee is installed; did you mean acme"),
         (one("schedulers"), ["../acme"], "engine", "is no name of a package"),

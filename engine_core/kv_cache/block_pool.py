@@ -332,12 +332,12 @@ class RequestHasher:
         """Append the hash of the first full block of a request that has none yet, and of others: if they are known, or
         if many blocks have one already."""
         hashes, size = request.block_hashes, self._block_size
-        num_hashes = len(hashes)
         # Rows of embeddings and keys of images would have to be compared as well, and a request that has a hash already
         # knows where it differs.
-        if num_hashes or request.prompt_embeds or request.media:
-            is_last = len(request.all_token_ids) < (num_hashes + 2) * size
-            if is_last or num_hashes < _HASHED_ALONE or request.prompt_embeds or request.media:
+        if hashes or request.prompt_embeds or request.media:
+            num_hashes = len(hashes)
+            is_alone = num_hashes < _HASHED_ALONE or len(request.all_token_ids) < (num_hashes + 2) * size
+            if is_alone or request.prompt_embeds or request.media:
                 hash_next_block(request, size, self._seed)
                 return
             # Together they take half of the time, and a prompt that was found so far, or is computed, needs them all.

@@ -47,7 +47,7 @@ class AdaptedRows:
         """Yield each slot, or those of ``only``, with the indices of its rows, int64 on ``device``."""
         if self._indices is None:  # one copy, for all layers, and for the next steps of the same requests
             rows = to_device(self._rows.astype(np.int64), device)
-            self._indices = list(rows.split(np.diff(self._starts).tolist()))
+            self._indices = list(torch.split_with_sizes(rows, np.diff(self._starts).tolist()))
         for slot, indices in zip(self._slots.tolist(), self._indices, strict=True):
             if only is None or slot in only:
                 yield slot, indices

@@ -228,9 +228,9 @@ class ModelProposer:
                 batch.logits_processors.apply(logits, rows)
                 tokens = np.maximum(self._sampler.sample(logits, params, output_indices + number), 0)
                 if self._rejection is not None:
-                    for row, (req_id, each) in enumerate(zip(req_ids, params, strict=True)):
-                        if each.temperature != 0.0:
-                            drawn_from[req_id].append(distribution(logits[row], each))
+                    for row, (req_id, asked) in enumerate(zip(req_ids, params, strict=True)):
+                        if asked.temperature != 0.0:
+                            drawn_from[req_id].append(distribution(logits[row], asked))
                 shares = _probabilities(logits, tokens)
             for req_id, token_id in zip(req_ids, tokens.tolist(), strict=True):
                 drafts[req_id].append(token_id)

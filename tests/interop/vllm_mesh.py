@@ -143,18 +143,17 @@ class MixedMesh:
         self.adapter = adapter
         self.vllm = vllm
 
-    async def until_serving(self, *names: str) -> None:
-        """Return when engines with these names serve."""
+    async def until_both_serve(self) -> None:
+        """Return when the engine of ours and that of vLLM's serve."""
         async with asyncio.timeout(SECONDS), httpx.AsyncClient(base_url=self.served.url, trust_env=False) as http:
-            while not await self._serve(http, names):  # noqa: ASYNC110  # of other processes
+            while await self._num_serving(http) < 2:  # noqa: ASYNC110  # of other processes
                 await asyncio.sleep(0.5)
 
-    async def _serve(self, http: httpx.AsyncClient, names: tuple[str, ...]) -> bool:
+    async def _num_serving(self, http: httpx.AsyncClient) -> int:
         try:
-            parts = (await http.get("/health")).json()["parts"]
+            return int((await http.get("/health")).json()["parts"]["engine"]["serving"])
         except (httpx.HTTPError, ValueError, KeyError):
-            return False
-        return all(parts.get(name, {}).get("state") == "serving" for name in names)
+            return 0
 
     def kill_ours(self) -> None:
         self.served.part("engine").kill()
@@ -187,7 +186,7 @@ async def campaign(vllm: VLLMProcess, directory: Path, num_requests: int, report
         report(f"reference, ours alone: {num_requests - reference.outcome.num_failed} of {num_requests} answered")
         running = asyncio.create_task(mesh.adapter.run())
         try:
-            await mesh.until_serving("engine-0", "vllm-0")
+            await mesh.until_both_serve()
             clients = Clients(mesh.served.url)
             asking = asyncio.create_task(clients.ask(range(num_requests)))
             await _kill_by_turns(mesh, clients, num_requests, report)
@@ -223,7 +222,7 @@ async def _kill_by_turns(mesh: MixedMesh, clients: Clients, num_requests: int, r
             while clients.num_done < num_requests * index // (len(kills) + 1):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         clients.go.clear()  # so that both serve when the next kill comes; requests that run go on
-        await mesh.until_serving("engine-0", "vllm-0")
+        await mesh.until_both_serve()
         clients.go.set()
         async with asyncio.timeout(SECONDS):
             enough = clients.num_done + CLIENTS // 2

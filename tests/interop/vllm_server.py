@@ -1,5 +1,6 @@
 """A real ``vllm serve`` from an environment of its own, which a campaign may kill and start again."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -101,5 +102,6 @@ class VLLMProcess:
         """Kill all its processes."""
         if (process := self._process) is not None:
             self._process = None
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -111,8 +111,7 @@ class VLLMCore:
         self._in_step: set[str] = set()  # requests with a token in the present step
 
     async def start(self) -> CoreReady:
-        """Wait until the server is up, and return what it says of itself. Raises ``EngineConfigError`` for a server of
-        another model, or one that takes no token ids."""
+        """Wait until the server is up. Raises ``EngineConfigError`` for one of another model or without token ids."""
         for attempt in itertools.count():
             if await self._server.is_well():
                 break

@@ -20,7 +20,8 @@ def profiled(target: Target, step: Callable[[], object], num_steps: int) -> torc
     if target.has_gpu:
         activities = [torch.profiler.ProfilerActivity.CUDA]
     step()
-    with torch.profiler.profile(activities=activities) as profile:
+    # Without `acc_events` PyTorch 2.11 warns that it may clear events between cycles, of which there is one here.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(num_steps):
             step()
         target.synchronize()

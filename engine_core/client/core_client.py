@@ -56,6 +56,9 @@ class CoreClient(Protocol):
     def call_utility(self, method: str, *args: object) -> object:
         """Call one of the core's utilities. Raises ``UtilityError`` when it fails."""
 
+    def unread(self) -> dict[str, bool]:
+        """Return the requests in steps that :meth:`get_output` has not returned yet, and whether these end them."""
+
     def waker(self) -> Callable[[], None]:
         """Return a function for any thread after which a :meth:`get_output` that waits returns without outputs."""
 
@@ -136,6 +139,11 @@ class InprocClient:
         output = answers[0].utility_output
         assert output is not None
         return output.value()
+
+    def unread(self) -> dict[str, bool]:
+        """Return the requests in steps that :meth:`get_output` has not returned yet, and whether these end them."""
+        outputs = [output for step in self._early for output in step.outputs]
+        return {output.request_id: output.finish_reason is not None for output in outputs}
 
     def waker(self) -> Callable[[], None]:
         """Return a function for any thread after which a :meth:`get_output` that waits returns without outputs."""
@@ -237,6 +245,11 @@ class SyncMPClient:
         if method in _RESUMING:
             self._may_be_paused = bool(self._call("calls_to_run", ()))
         return answer
+
+    def unread(self) -> dict[str, bool]:
+        """Return the requests in steps that :meth:`get_output` has not returned yet, and whether these end them."""
+        outputs = [output for step in self._early for output in step.outputs]
+        return {output.request_id: output.finish_reason is not None for output in outputs}
 
     def waker(self) -> Callable[[], None]:
         """Return a function for any thread after which a :meth:`get_output` that waits returns without outputs."""

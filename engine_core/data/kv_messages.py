@@ -100,7 +100,7 @@ KVCall = KVAcquire | KVProgress | KVRenew | KVRelease | KVRemoteProgress | KVVer
 # early, layouts differ or a network fails.
 KV_FAILURES = (
     "lease_expired", "lease_revoked", "generation_changed", "checksum", "transport", "owner_lost", "layout", "digest",
-    "not_found", "timeout",
+    "not_found", "timeout", "weights",
 )  # fmt: skip
 """Reasons of a local recompute: the label ``reason`` of ``tokenloom_kv_recompute_total``."""
 REQUEST_ENDED = "request_ended"

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.model_files.staged_weights import StagedWeights
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request.errors import EngineDied, FailedPrecondition, TokenloomError, TryElsewhere, Unavailable
+from tokenloom.request.errors import (
+    EngineDied,
+    FailedPrecondition,
+    TokenloomError,
+    TryElsewhere,
+    Unavailable,
+    WeightsReplaced,
+)
 from tokenloom.services.runtime.host.health import Health
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.v1 import coordinator_pb2, types_pb2
+from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
 from .control.coordinator_link import CoordinatorLink
 from .control.data_parallel import DataParallel
@@ -41,6 +49,7 @@ class RunningEngine:
         coordinator: None if the engine has no coordinator.
         group: None if the engine belongs to no data-parallel group.
         drain_mode: What happens to live attempts when the engine drains.
+        staged: Keeps weights that trainers send; None: the engine takes none.
     """
 
     host: Host
@@ -54,6 +63,7 @@ class RunningEngine:
     coordinator: CoordinatorLink | None
     drain_mode: DrainMode = "finish"
     group: DataParallel | None = None
+    staged: StagedWeights | None = None
 
     def spawn(self) -> "asyncio.Task[NoReturn]":
         """Start the tasks of all parts but the coordinator's link. The returned one runs the core's link and fails the
@@ -133,7 +143,11 @@ class RunningEngine:
         await self.share_kv()
         if self.coordinator is not None:
             self.coordinator.rejoin()
-        await self.streams.close(Unavailable("the engine's weights were replaced; reconnect"), CLOSE_SECONDS)
+        # Requests that the core has frozen are to go on with the new weights. Any others have not begun here, or are
+        # the rest of answers, which go on at an engine that has the old ones.
+        keeps = self.pause.mode == engine_pb2.PAUSE_MODE_KEEP
+        error = (WeightsReplaced if keeps else TryElsewhere)("the engine's weights were replaced; reconnect")
+        await self.streams.close(error, CLOSE_SECONDS)
 
     async def _run_core(self) -> NoReturn:
         try:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import grpc.aio
@@ -12,6 +13,7 @@ import grpc.aio
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
 from tokenloom.engine_core.data.kv_events import KVCacheEvent
 from tokenloom.model_files import model_path
+from tokenloom.model_files.staged_weights import StagedWeights
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, TryElsewhere
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.host import Host
@@ -95,6 +97,10 @@ async def _start(
     undo.push_async_callback(client.close)
     stamps = await asyncio.to_thread(weights_stamps, path, settings.engine.worker)
     loggers = _loggers(settings)  # made before the weights load, as what follows
+    staged = None
+    if settings.staged_weights_dir:
+        staged = await asyncio.to_thread(StagedWeights, Path(settings.staged_weights_dir), path)
+        undo.callback(staged.close)
     publish = None  # made before the weights load, so that a wrong address costs no time
     if settings.kv_events_config is not None and settings.kv_events_config.is_on:
         publish = _publish_events(settings.kv_events_config, settings, host, undo)
@@ -110,7 +116,7 @@ async def _start(
     to_coordinator = host.channels.open(settings.coordinator, "coordinator") if settings.coordinator else None
     if to_coordinator is not None:
         host.spawn(_hold(to_coordinator), name="engine-coordinator-channel")
-    kv = KVFront(settings, core, load, host, to_coordinator) if settings.kv_transports else None
+    kv = KVFront(settings, core, load, host, to_coordinator, fingerprint) if settings.kv_transports else None
     if kv is not None:
         undo.push_async_callback(kv.close)
     address = settings.advertise_address or host.address
@@ -124,7 +130,9 @@ async def _start(
         coordinator = CoordinatorLink(to_coordinator, identity, load, role, host.fall_backs)
     pause, loras = Pause(core, load), Loras(core, load, are_enabled=settings.engine.lora.enable)
     group = _group(settings, core, load)
-    engine = RunningEngine(host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain, group)
+    engine = RunningEngine(
+        host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain, group, staged
+    )
     identity.facts.start_role = role
     administration = Administration(engine, role)
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))

@@ -22,6 +22,7 @@ class Answer:
     error: dict[str, Any] | None = None
     timeline: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
+    weights_version: str = ""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with the first token."""
 
@@ -68,6 +69,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
         answer.token_ids += choice.get("token_ids") or []
         answer.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+        answer.weights_version = choice.get("weights_version", answer.weights_version)
     answer.timeline = event.get("timeline") or answer.timeline
     answer.usage = event.get("usage") or answer.usage
     if answer.token_ids:

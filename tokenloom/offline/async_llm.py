@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tokenizers import Tokenizer
 
@@ -20,13 +20,24 @@ from tokenloom.engine_core.data.errors import EngineDeadError, EnginePausedError
 from tokenloom.services.engine.records.stat_log import StatLogger
 
 from .engine_args import EngineArgs
-from .llm_engine import EngineOutput, LLMEngine, RequestNews
+from .llm_engine import LLMEngine, RequestNews
 from .lora_request import LoRARequest
-from .outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, RequestOutput, RequestOutputKind
+from .outputs import (
+    EngineOutput,
+    OutputCollector,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    RequestOutputKind,
+)
 from .prompts import Message, Prompt, TokenizedPrompt
 from .sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -35,52 +46,6 @@ _PAUSED_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
 """How long a call may keep the thread from ending before a core in a process of its own is killed."""
 CLOSED = "the engine was closed"
-
-
-class OutputCollector:
-    """Keeps the outputs of one request until they are read: a slow reader gets what has come meanwhile as one output,
-    so neither the engine nor other readers wait for it.
-
-    The engine's thread puts, and one task of the event loop that made the collector gets.
-    """
-
-    def __init__(self, *, are_pieces: bool) -> None:
-        """``are_pieces``: whether each output holds only what is new."""
-        self.loop = asyncio.get_running_loop()
-        self._are_pieces = are_pieces
-        self._lock = threading.Lock()
-        self._has_news = asyncio.Event()
-        self._output: EngineOutput | None = None
-        self._error: Exception | None = None
-
-    def put(self, output: EngineOutput | None, error: Exception | None = None) -> bool:
-        """Add an output, or the error that ends them. Returns whether the reader must be told by :meth:`wake`."""
-        with self._lock:
-            was_empty = self._output is None and self._error is None
-            before = self._output
-            if isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
-                self._output = before.merged(output, are_pieces=self._are_pieces)
-            elif output is not None:
-                self._output = output
-            self._error = self._error or error
-        return was_empty
-
-    def wake(self) -> None:
-        """Let the reader go on. To be called in its event loop."""
-        self._has_news.set()
-
-    async def get(self) -> EngineOutput:
-        """Wait for an output. Raises the error that ends them, after the last one."""
-        while True:
-            with self._lock:
-                output, self._output = self._output, None
-                error = self._error
-            if output is not None:
-                return output
-            if error is not None:
-                raise error
-            self._has_news.clear()
-            await self._has_news.wait()
 
 
 class AsyncLLM:
@@ -218,6 +183,23 @@ class AsyncLLM:
     async def reload_weights(self, path: str | Path | None = None) -> None:
         """Load the weights of another checkpoint, as ``LLM.reload_weights``."""
         await self._call(lambda engine: engine.reload_weights(path))
+
+    async def update_weights(self, tensors: "Mapping[str, Tensor]", *, mode: str | None = None) -> int:
+        """Load weights that a trainer has in its memory, as :meth:`.LLMEngine.update_weights`. The tensors must not
+        change meanwhile. With the mode ``wait`` the outputs of running requests come when these have ended."""
+        return await self._call(lambda engine: engine.update_weights(tensors, mode=mode))
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Run no request until :meth:`resume_generation`, as :meth:`.LLMEngine.pause_generation`."""
+        await self._call(lambda engine: engine.pause_generation(mode, clear_cache=clear_cache))
+
+    async def resume_generation(self) -> None:
+        """Let requests run again."""
+        await self._call(LLMEngine.resume_generation)
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused, or sleeps."""
+        return await self._call(LLMEngine.is_paused)
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start recording what the workers compute, as ``LLM.start_profile``."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -37,6 +37,9 @@ from .prompts import (
     read_prompt,
 )
 from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LLM:
@@ -357,6 +360,11 @@ class LLM:
         Raises ``ValueError`` if there is no such checkpoint, ``UtilityError`` if it does not fit or requests run.
         """
         self.llm_engine.reload_weights(path)
+
+    def update_weights(self, tensors: "Mapping[str, Tensor]", *, mode: str | None = None) -> int:
+        """Load weights that a trainer has in its memory, as :meth:`.LLMEngine.update_weights`, and return their
+        number."""
+        return self.llm_engine.update_weights(tensors, mode=mode)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start recording what the workers compute, which slows them down; needs ``profiler_dir``.

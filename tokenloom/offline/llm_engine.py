@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import Tokenizer
 
@@ -25,13 +25,15 @@ from .lora_request import LoRARequest, OfflineLoras
 from .media import OfflineMedia
 from .offline_loop import OfflineLoop, start_core
 from .offline_request import OfflineRequest
-from .outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, RequestOutput
+from .outputs import EngineOutput, PoolingParams
 from .pooling import OfflinePooledRequest, PoolingPrompts
 from .prompts import ChatPrompts, Message, Prompt, TokenizedPrompt, read_prompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
+from .tensor_file import OwnWeights
 
-EngineOutput: TypeAlias = RequestOutput | PoolingRequestOutput[PoolingOutput]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class LLMEngine:
             own = path if args.tokenizer is None else resolve(str(args.tokenizer), weights=False)
             self.tokenizer: Tokenizer = load_tokenizer(own)
         stat_loggers = [*stat_loggers, *plugged_loggers(args.config.plugins)]
-        self._path = path
+        self._path = self._loaded = path
+        self._given: OwnWeights | None = None
         self.model_name = args.served_model_name or served_name(path, str(args.model))
         self.info = info if template is None else replace(info, chat_template=template)
         config = for_checkpoint(args.config, str(path), template)
@@ -271,9 +274,53 @@ class LLMEngine:
         """Load the weights of another checkpoint, as ``LLM.reload_weights``."""
         with as_value_error():
             directory = self._path if path is None else resolve(str(path))
-        self.client.call_utility("reload_weights", str(directory))
-        self.media.use_weights(directory)
-        self._share_kv(directory)
+        self._load_weights(directory)
+        self._given = None  # what was given by tensors is not loaded any more
+
+    def update_weights(self, tensors: "Mapping[str, Tensor]", *, mode: str | None = None) -> int:
+        """Load weights that a trainer has in its memory, in the place of all weights, and forget cached prefixes.
+
+        They are copied into shared memory, which the workers map, and checked before any weight is replaced. Returns
+        the number of the weights, which outputs have in ``weights_versions``.
+
+        Args:
+            tensors: All tensors of the checkpoint by name, in its dtypes and shapes, on any device.
+            mode: What happens to requests that run: they end (``abort``), end first (``wait``), or go on with the new
+                weights (``keep``), which compute their KV anew. None: the engine must be paused, or idle.
+
+        Raises ``ValueError`` if names, dtypes or shapes differ, ``UtilityError`` as :meth:`reload_weights`. The old
+        weights stay then.
+        """
+        with as_value_error():
+            given = self._given or OwnWeights(self._loaded)
+            path = given.write(tensors)
+        is_ours = mode is not None and not self.is_paused()
+        if is_ours:
+            self.pause_generation(str(mode))
+        try:
+            self._load_weights(path)
+        finally:
+            if is_ours and not self.is_sleeping():
+                self.resume_generation()
+        given.use(path)
+        self._given = given
+        return self.loop.weights_version
+
+    def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Run no request until :meth:`resume_generation`, and return when none runs.
+
+        ``mode``: what happens to those that have begun: they end (``abort``), end first (``wait``), or stay as they
+        are (``keep``). Raises ``UtilityError`` for another mode, and if paused in another one.
+        """
+        self.client.call_utility("pause", mode, clear_cache)
+
+    def resume_generation(self) -> None:
+        """Let requests run again. Raises ``UtilityError`` while the engine sleeps."""
+        self.client.call_utility("resume")
+
+    def is_paused(self) -> bool:
+        """Return whether the engine is paused, or sleeps."""
+        return bool(self.client.call_utility("calls_to_run"))
 
     def _share_kv(self, weights: Path) -> None:
         """Let the core share KV blocks with engines of these weights, if its options say so."""
@@ -301,6 +348,14 @@ class LLMEngine:
     def close(self) -> None:
         """Release the model and the KV cache. Idempotent; the object computes nothing afterwards."""
         self.client.close()
+        self._given = None
+
+    def _load_weights(self, path: Path) -> None:
+        self.client.call_utility("reload_weights", str(path))
+        self._loaded = path
+        self.media.use_weights(path)
+        self._share_kv(path)
+        self.loop.weights_replaced()
 
     def _pooled(
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams, lora_request: LoRARequest | None, priority: int

@@ -55,6 +55,12 @@ class InFlight(Protocol):
     def abort(self, error: Exception | None = None) -> None:
         """End the samples that have not ended, because of an error if there is one."""
 
+    def use_weights(self, version: int, *, has_begun: bool) -> None:
+        """Note which weights compute what comes next, by how often others were loaded before.
+
+        ``has_begun``: others have computed tokens that :meth:`accept` has not brought yet.
+        """
+
 
 def check_failures(errors: Sequence[Exception | None]) -> None:
     """Raise the first of these errors, one for each request, if all have failed: nothing is lost then. If some have,
@@ -95,6 +101,18 @@ class OfflineLoop:
         self._enqueued: list[OfflineRequest] = []
         self.on_step: Callable[[EngineCoreOutputs], None] | None = None
         """Is called with what each step brings; None: nobody wants to know."""
+        self.weights_version = 0
+        """How often other weights were loaded."""
+
+    def weights_replaced(self) -> None:
+        """Note that the engine has loaded other weights, which compute what comes next of the requests in flight."""
+        self.weights_version += 1
+        unread, begun = self._client.unread(), dict[InFlight, bool]()
+        for request_id, (request, _) in self._live.items():
+            if not unread.get(request_id):  # otherwise the old weights have ended it
+                begun[request] = begun.get(request, False) or request_id in unread
+        for request, has_begun in begun.items():
+            request.use_weights(self.weights_version, has_begun=has_begun)
 
     def run(self, requests: Sequence[InFlight], use_tqdm: bool | Callable[..., Any]) -> None:
         """Add requests that have not ended already, and step until all of them have; one that fails has its error, and
@@ -168,6 +186,8 @@ class OfflineLoop:
             raise
 
     def _add(self, request: InFlight) -> None:
+        if self.weights_version:
+            request.use_weights(self.weights_version, has_begun=False)
         for sample in request.samples:
             self._live[sample.core_request.request_id] = request, sample
             self._client.add_request(sample.core_request)

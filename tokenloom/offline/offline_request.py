@@ -74,9 +74,14 @@ class OfflineSample:
         self._unread: list[int] = []  # tokens of such an output whose text is not made yet
 
     @property
+    def num_tokens(self) -> int:
+        """Return the number of its tokens."""
+        return len(self.completion.token_ids) + len(self._unread)
+
+    @property
     def num_new_tokens(self) -> int:
         """Return the number of tokens since the last :meth:`news`."""
-        return len(self.completion.token_ids) + len(self._unread) - self._num_reported_tokens
+        return self.num_tokens - self._num_reported_tokens
 
     @property
     def is_new(self) -> bool:
@@ -232,6 +237,11 @@ class OfflineRequest:
     def num_tokens(self) -> int:
         """Return the number of output tokens of all samples so far."""
         return sum(len(completion.token_ids) for completion in self.output.outputs)
+
+    def use_weights(self, version: int, *, has_begun: bool) -> None:
+        """Note which weights compute what comes next. ``has_begun``: others have computed tokens that are not here."""
+        has_begun = has_begun or any(sample.num_tokens for sample in self.samples)
+        self.output.weights_versions = (*self.output.weights_versions, version) if has_begun else (version,)
 
     def accept(self, sample: OfflineSample, step: EngineCoreOutput) -> bool:
         """Add a step's result to a sample. Returns whether a stop string ended the sample, which the core does not

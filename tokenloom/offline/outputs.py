@@ -1,8 +1,11 @@
-"""Defines the results of the offline API, and the parameters of pooling, with vLLM's names."""
+"""Defines the results of the offline API and what keeps them until they are read, and the parameters of pooling, with
+vLLM's names."""
 
+import asyncio
 import enum
+import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:  # clients import this module, and are installed without numpy
     import numpy as np
@@ -82,6 +85,9 @@ class RequestOutput:
     """For each prompt token, as in ``logprobs``, but None for the first. None unless ``prompt_logprobs`` was set."""
     error: str | None = None
     """Why the request, one of several or enqueued, was refused or failed; its outputs hold what came before."""
+    weights_versions: tuple[int, ...] = (0,)
+    """Which weights computed the outputs: how often others had been loaded before. Several, in order, of a request that
+    a pause in the mode ``keep`` let go on over a change."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -174,3 +180,52 @@ class PoolingRequestOutput(Generic[Output]):
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
 ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
 ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+
+
+EngineOutput: TypeAlias = RequestOutput | PoolingRequestOutput[PoolingOutput]
+
+
+class OutputCollector:
+    """Keeps the outputs of one request until they are read: a slow reader gets what has come meanwhile as one output,
+    so neither the engine nor other readers wait for it.
+
+    The engine's thread puts, and one task of the event loop that made the collector gets.
+    """
+
+    def __init__(self, *, are_pieces: bool) -> None:
+        """``are_pieces``: whether each output holds only what is new."""
+        self.loop = asyncio.get_running_loop()
+        self._are_pieces = are_pieces
+        self._lock = threading.Lock()
+        self._has_news = asyncio.Event()
+        self._output: EngineOutput | None = None
+        self._error: Exception | None = None
+
+    def put(self, output: EngineOutput | None, error: Exception | None = None) -> bool:
+        """Add an output, or the error that ends them. Returns whether the reader must be told by :meth:`wake`."""
+        with self._lock:
+            was_empty = self._output is None and self._error is None
+            before = self._output
+            if isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
+                self._output = before.merged(output, are_pieces=self._are_pieces)
+            elif output is not None:
+                self._output = output
+            self._error = self._error or error
+        return was_empty
+
+    def wake(self) -> None:
+        """Let the reader go on. To be called in its event loop."""
+        self._has_news.set()
+
+    async def get(self) -> EngineOutput:
+        """Wait for an output. Raises the error that ends them, after the last one."""
+        while True:
+            with self._lock:
+                output, self._output = self._output, None
+                error = self._error
+            if output is not None:
+                return output
+            if error is not None:
+                raise error
+            self._has_news.clear()
+            await self._has_news.wait()

@@ -69,6 +69,9 @@ class OfflinePooledRequest:
         self._sample.is_finished = True
         self.error = self.error or error
 
+    def use_weights(self, version: int, *, has_begun: bool) -> None:
+        """Do nothing: a prompt that is pooled is computed in a few steps, and anew after a change of weights."""
+
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
         """Return the result of a request that has ended; without numbers if it failed."""
         step, request = self._result, self._sample.core_request

@@ -20,7 +20,8 @@
     │   └── RateLimitExceeded  429  the tenant is at a limit of its own, named by ``limit``
     ├── Unavailable            503  down or shutting down; ``retry_after`` says when to retry
     │   ├── TryElsewhere       503  another part of the same kind may take the request, or the rest of it
-    │   │   └── EngineDied     503  the engine died while it ran only this request
+    │   │   ├── EngineDied     503  the engine died while it ran only this request
+    │   │   └── WeightsReplaced  503  the engine has other weights now, with which the request may go on
     │   └── GatewayLeaving     503  the gateway shuts down; the answer can be resumed through another one
     ├── DeadlineExceeded       504
     └── Internal               500  a bug; only the log has its cause
@@ -240,6 +241,11 @@ class TryElsewhere(Unavailable):
 class EngineDied(TryElsewhere):
     """The core of the engine died while it ran only this request. Another engine may run the rest of it; after a second
     such death no engine gets it (:class:`EngineKiller`)."""
+
+
+class WeightsReplaced(TryElsewhere):
+    """An operator has replaced weights. From an engine: its requests are to go on with others, so any engine may run
+    the rest with those that it has. From the coordinator: no engine has those with which the answer began."""
 
 
 class GatewayLeaving(Unavailable):

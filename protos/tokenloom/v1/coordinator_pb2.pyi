@@ -159,7 +159,7 @@ class StateProgress(_message.Message):
     def __init__(self, reached: _Optional[int] = ..., failed: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class DesiredState(_message.Message):
-    __slots__ = ("revision", "pause_mode", "clear_cache", "sleep_level", "awake", "engines", "weights_path", "weights_version", "replaced_weights")
+    __slots__ = ("revision", "pause_mode", "clear_cache", "sleep_level", "awake", "engines", "weights_path", "weights_version", "replaced_weights", "weights_mode")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class DesiredState(_message.Message):
     WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     REPLACED_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_MODE_FIELD_NUMBER: _ClassVar[int]
     revision: int
     pause_mode: _engine_pb2.PauseMode
     clear_cache: bool
@@ -178,7 +179,8 @@ class DesiredState(_message.Message):
     weights_path: str
     weights_version: int
     replaced_weights: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, revision: _Optional[int] = ..., pause_mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., sleep_level: _Optional[int] = ..., awake: _Optional[_Iterable[_Union[_engine_pb2.WakeTag, str]]] = ..., engines: _Optional[_Iterable[_Union[EngineSetting, _Mapping]]] = ..., weights_path: _Optional[str] = ..., weights_version: _Optional[int] = ..., replaced_weights: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    weights_mode: _engine_pb2.PauseMode
+    def __init__(self, revision: _Optional[int] = ..., pause_mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., sleep_level: _Optional[int] = ..., awake: _Optional[_Iterable[_Union[_engine_pb2.WakeTag, str]]] = ..., engines: _Optional[_Iterable[_Union[EngineSetting, _Mapping]]] = ..., weights_path: _Optional[str] = ..., weights_version: _Optional[int] = ..., replaced_weights: _Optional[_Iterable[bytes]] = ..., weights_mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ...) -> None: ...
 
 class EngineSetting(_message.Message):
     __slots__ = ("engine_id", "role", "start_role", "weights_path", "start_weights")

@@ -498,10 +498,12 @@ class IsSleepingResponse(_message.Message):
     def __init__(self, sleeping: _Optional[bool] = ...) -> None: ...
 
 class ReloadWeightsRequest(_message.Message):
-    __slots__ = ("path",)
+    __slots__ = ("path", "mode")
     PATH_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
+    mode: PauseMode
+    def __init__(self, path: _Optional[str] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
 
 class ReloadWeightsResponse(_message.Message):
     __slots__ = ("fingerprint",)
@@ -512,6 +514,22 @@ class ReloadWeightsResponse(_message.Message):
 class CheckWeightsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class StageWeightsRequest(_message.Message):
+    __slots__ = ("data", "shared_memory")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    shared_memory: str
+    def __init__(self, data: _Optional[bytes] = ..., shared_memory: _Optional[str] = ...) -> None: ...
+
+class StageWeightsResponse(_message.Message):
+    __slots__ = ("path", "weights")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    weights: bytes
+    def __init__(self, path: _Optional[str] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class StartProfileRequest(_message.Message):
     __slots__ = ("profile_prefix",)

@@ -180,6 +180,11 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.CheckWeightsResponse.FromString,
                 _registered_method=True)
+        self.StageWeights = channel.stream_unary(
+                '/tokenloom.v1.EngineAdmin/StageWeights',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.StageWeightsRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.StageWeightsResponse.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/tokenloom.v1.EngineAdmin/StartProfile',
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.StartProfileRequest.SerializeToString,
@@ -317,6 +322,17 @@ class EngineAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StageWeights(self, request_iterator, context):
+        """Keeps other weights as a checkpoint on the engine's host, which ReloadWeights can load, and answers with its path. The stream holds a file in
+        the safetensors format, or names one in shared memory. It must have all tensors of the loaded checkpoint, with the same dtypes and shapes.
+        INVALID_ARGUMENT names what differs; that is found in the header, before any tensor is taken. A stream that ends early leaves nothing.
+        RESOURCE_EXHAUSTED without room for the file or while another stream brings one, FAILED_PRECONDITION without --staged-weights-dir or if the
+        loaded checkpoint is no directory of safetensors files, DEADLINE_EXCEEDED if nothing comes for a minute.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartProfile(self, request, context):
         """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording.
         """
@@ -432,6 +448,11 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.CheckWeights,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.CheckWeightsResponse.SerializeToString,
+            ),
+            'StageWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.StageWeights,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.StageWeightsRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.StageWeightsResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -794,6 +815,33 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/CheckWeights',
             tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.CheckWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/tokenloom.v1.EngineAdmin/StageWeights',
+            tokenloom_dot_v1_dot_engine__pb2.StageWeightsRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.StageWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -137,6 +137,13 @@ class EngineAdminStub:
     """
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.CheckWeightsResponse]
     """Checks that ReloadWeights could load this checkpoint: its files, and whether it fits all workers. Changes nothing. Fails as ReloadWeights."""
+    StageWeights: _grpc.StreamUnaryMultiCallable[_engine_pb2.StageWeightsRequest, _engine_pb2.StageWeightsResponse]
+    """Keeps other weights as a checkpoint on the engine's host, which ReloadWeights can load, and answers with its path. The stream holds a file in
+    the safetensors format, or names one in shared memory. It must have all tensors of the loaded checkpoint, with the same dtypes and shapes.
+    INVALID_ARGUMENT names what differs; that is found in the header, before any tensor is taken. A stream that ends early leaves nothing.
+    RESOURCE_EXHAUSTED without room for the file or while another stream brings one, FAILED_PRECONDITION without --staged-weights-dir or if the
+    loaded checkpoint is no directory of safetensors files, DEADLINE_EXCEEDED if nothing comes for a minute.
+    """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]
@@ -206,6 +213,13 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """
     CheckWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.CheckWeightsResponse]  # type: ignore[assignment]
     """Checks that ReloadWeights could load this checkpoint: its files, and whether it fits all workers. Changes nothing. Fails as ReloadWeights."""
+    StageWeights: _aio.StreamUnaryMultiCallable[_engine_pb2.StageWeightsRequest, _engine_pb2.StageWeightsResponse]  # type: ignore[assignment]
+    """Keeps other weights as a checkpoint on the engine's host, which ReloadWeights can load, and answers with its path. The stream holds a file in
+    the safetensors format, or names one in shared memory. It must have all tensors of the loaded checkpoint, with the same dtypes and shapes.
+    INVALID_ARGUMENT names what differs; that is found in the header, before any tensor is taken. A stream that ends early leaves nothing.
+    RESOURCE_EXHAUSTED without room for the file or while another stream brings one, FAILED_PRECONDITION without --staged-weights-dir or if the
+    loaded checkpoint is no directory of safetensors files, DEADLINE_EXCEEDED if nothing comes for a minute.
+    """
     StartProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]  # type: ignore[assignment]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]  # type: ignore[assignment]
@@ -344,6 +358,19 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.CheckWeightsResponse, _abc.Awaitable[_engine_pb2.CheckWeightsResponse]]:
         """Checks that ReloadWeights could load this checkpoint: its files, and whether it fits all workers. Changes nothing. Fails as ReloadWeights."""
+
+    @_abc_1.abstractmethod
+    def StageWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_engine_pb2.StageWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.StageWeightsResponse, _abc.Awaitable[_engine_pb2.StageWeightsResponse]]:
+        """Keeps other weights as a checkpoint on the engine's host, which ReloadWeights can load, and answers with its path. The stream holds a file in
+        the safetensors format, or names one in shared memory. It must have all tensors of the loaded checkpoint, with the same dtypes and shapes.
+        INVALID_ARGUMENT names what differs; that is found in the header, before any tensor is taken. A stream that ends early leaves nothing.
+        RESOURCE_EXHAUSTED without room for the file or while another stream brings one, FAILED_PRECONDITION without --staged-weights-dir or if the
+        loaded checkpoint is no directory of safetensors files, DEADLINE_EXCEEDED if nothing comes for a minute.
+        """
 
     @_abc_1.abstractmethod
     def StartProfile(

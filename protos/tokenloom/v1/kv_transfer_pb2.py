@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etokenloom/v1/kv_transfer.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\"\x8b\x01\n\x0e\x41\x63quireRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\x12\x11\n\tkv_layout\x18\x03 \x01(\t\x12\x15\n\rprompt_digest\x18\x04 \x01(\x0c\x12\x13\n\x0bskip_tokens\x18\x05 \x01(\r\x12\x12\n\ntransports\x18\x06 \x03(\t\"\xc9\x01\n\x0f\x41\x63quireResponse\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\x0c\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\x12\x11\n\tchecksums\x18\x06 \x03(\x07\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ivided_layout\x18\x08 \x01(\t\"?\n\x0fProgressRequest\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\"T\n\x10ProgressResponse\x12\x14\n\x0ctokens_ready\x18\x01 \x01(\r\x12\x14\n\x0clayers_ready\x18\x02 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\"<\n\x0cRenewRequest\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\"7\n\rRenewResponse\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"S\n\x0eReleaseRequest\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"C\n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tchecksums\x18\x03 \x03(\x07\x32\xab\x02\n\nKVTransfer\x12\x46\n\x07\x41\x63quire\x12\x1c.tokenloom.v1.AcquireRequest\x1a\x1d.tokenloom.v1.AcquireResponse\x12K\n\x08Progress\x12\x1d.tokenloom.v1.ProgressRequest\x1a\x1e.tokenloom.v1.ProgressResponse0\x01\x12@\n\x05Renew\x12\x1a.tokenloom.v1.RenewRequest\x1a\x1b.tokenloom.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.tokenloom.v1.ReleaseRequest\x1a\x1d.tokenloom.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etokenloom/v1/kv_transfer.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\"\x9c\x01\n\x0e\x41\x63quireRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\x12\x11\n\tkv_layout\x18\x03 \x01(\t\x12\x15\n\rprompt_digest\x18\x04 \x01(\x0c\x12\x13\n\x0bskip_tokens\x18\x05 \x01(\r\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x0f\n\x07weights\x18\x07 \x01(\x0c\"\xc9\x01\n\x0f\x41\x63quireResponse\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\x0c\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\x12\x11\n\tchecksums\x18\x06 \x03(\x07\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ivided_layout\x18\x08 \x01(\t\"?\n\x0fProgressRequest\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\"T\n\x10ProgressResponse\x12\x14\n\x0ctokens_ready\x18\x01 \x01(\r\x12\x14\n\x0clayers_ready\x18\x02 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\"<\n\x0cRenewRequest\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\"7\n\rRenewResponse\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"S\n\x0eReleaseRequest\x12\x16\n\x0e\x61\x63quisition_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"C\n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tchecksums\x18\x03 \x03(\x07\x32\xab\x02\n\nKVTransfer\x12\x46\n\x07\x41\x63quire\x12\x1c.tokenloom.v1.AcquireRequest\x1a\x1d.tokenloom.v1.AcquireResponse\x12K\n\x08Progress\x12\x1d.tokenloom.v1.ProgressRequest\x1a\x1e.tokenloom.v1.ProgressResponse0\x01\x12@\n\x05Renew\x12\x1a.tokenloom.v1.RenewRequest\x1a\x1b.tokenloom.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.tokenloom.v1.ReleaseRequest\x1a\x1d.tokenloom.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenloom.v1.kv_transfer_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ACQUIREREQUEST']._serialized_start=81
-  _globals['_ACQUIREREQUEST']._serialized_end=220
-  _globals['_ACQUIRERESPONSE']._serialized_start=223
-  _globals['_ACQUIRERESPONSE']._serialized_end=424
-  _globals['_PROGRESSREQUEST']._serialized_start=426
-  _globals['_PROGRESSREQUEST']._serialized_end=489
-  _globals['_PROGRESSRESPONSE']._serialized_start=491
-  _globals['_PROGRESSRESPONSE']._serialized_end=575
-  _globals['_RENEWREQUEST']._serialized_start=577
-  _globals['_RENEWREQUEST']._serialized_end=637
-  _globals['_RENEWRESPONSE']._serialized_start=639
-  _globals['_RENEWRESPONSE']._serialized_end=694
-  _globals['_RELEASEREQUEST']._serialized_start=696
-  _globals['_RELEASEREQUEST']._serialized_end=779
-  _globals['_RELEASERESPONSE']._serialized_start=781
-  _globals['_RELEASERESPONSE']._serialized_end=848
-  _globals['_KVTRANSFER']._serialized_start=851
-  _globals['_KVTRANSFER']._serialized_end=1150
+  _globals['_ACQUIREREQUEST']._serialized_end=237
+  _globals['_ACQUIRERESPONSE']._serialized_start=240
+  _globals['_ACQUIRERESPONSE']._serialized_end=441
+  _globals['_PROGRESSREQUEST']._serialized_start=443
+  _globals['_PROGRESSREQUEST']._serialized_end=506
+  _globals['_PROGRESSRESPONSE']._serialized_start=508
+  _globals['_PROGRESSRESPONSE']._serialized_end=592
+  _globals['_RENEWREQUEST']._serialized_start=594
+  _globals['_RENEWREQUEST']._serialized_end=654
+  _globals['_RENEWRESPONSE']._serialized_start=656
+  _globals['_RENEWRESPONSE']._serialized_end=711
+  _globals['_RELEASEREQUEST']._serialized_start=713
+  _globals['_RELEASEREQUEST']._serialized_end=796
+  _globals['_RELEASERESPONSE']._serialized_start=798
+  _globals['_RELEASERESPONSE']._serialized_end=865
+  _globals['_KVTRANSFER']._serialized_start=868
+  _globals['_KVTRANSFER']._serialized_end=1167
 # @@protoc_insertion_point(module_scope)

@@ -10,20 +10,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("lease_id", "engine_epoch", "kv_layout", "prompt_digest", "skip_tokens", "transports")
+    __slots__ = ("lease_id", "engine_epoch", "kv_layout", "prompt_digest", "skip_tokens", "transports", "weights")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SKIP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     lease_id: bytes
     engine_epoch: int
     kv_layout: str
     prompt_digest: bytes
     skip_tokens: int
     transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lease_id: _Optional[bytes] = ..., engine_epoch: _Optional[int] = ..., kv_layout: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., skip_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    weights: bytes
+    def __init__(self, lease_id: _Optional[bytes] = ..., engine_epoch: _Optional[int] = ..., kv_layout: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., skip_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("acquisition_id", "transport", "endpoint", "block_ids", "generations", "checksums", "ttl", "divided_layout")

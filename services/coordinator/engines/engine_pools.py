@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request.errors import InvalidArgument, Unavailable
+from tokenloom.request.errors import InvalidArgument, Unavailable, WeightsReplaced
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
@@ -134,7 +134,8 @@ class EnginePools:
         with; None: all of them are equal to it.
 
         ``is_complete``: whether all engines have joined. Raises ``InvalidArgument`` for a rank or a subset that cannot
-        be, ``ModelNotFound`` for an adapter that was unloaded, ``Unavailable`` if no engine has it yet.
+        be, ``ModelNotFound`` for an adapter that was unloaded, ``Unavailable`` if no engine has it yet,
+        ``WeightsReplaced`` for weights that an operator has replaced in all engines.
         """
         rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
         key = request.fingerprint.SerializeToString(), request.role, request.adapter, rank
@@ -185,11 +186,22 @@ class EnginePools:
             rows = self._computing_alike(key, rows, request.fingerprint)
         elif not request.fingerprint.weights:
             rows = self._not_aside(rows)
+        if not len(rows) and is_complete and self._are_replaced(request.fingerprint):
+            # An engine that comes back loads the new ones: the request would wait until its deadline.
+            raise WeightsReplaced("No engine has the weights any more with which the answer began; send it again.")
         if request.HasField("data_parallel_rank"):
             rows = self._of_rank(rows, request.data_parallel_rank)
         if request.adapter:
             rows = self._having(rows, request.adapter, is_complete=is_complete)
         return make_pool(self._columns, self._kinds, rows)
+
+    def _are_replaced(self, asked: Fingerprint) -> bool:
+        """Return whether all engines of a model have other weights than these, because an operator wants that."""
+        records = [each for each in self._by_row.values() if each.identity.fingerprint.model == asked.model]
+        return bool(asked.weights and records) and all(
+            each.weights_version and not each.lacks_weights and each.identity.fingerprint.weights != asked.weights
+            for each in records
+        )
 
     def _not_aside(self, rows: Rows) -> Rows:
         """Return the engines whose weights serve the model's name."""

@@ -89,7 +89,7 @@ class WantedState:
             # have fallen asleep had no call that ended it.
             _run(wanted)
         elif kind == "weights":
-            _load(wanted, request.weights.path)
+            _load(wanted, request.weights)
             wanted.replaced_weights[:] = self._started
         else:
             raise InvalidArgument("no change is set", "change")
@@ -243,10 +243,12 @@ def _wake(wanted: DesiredState, request: engine_pb2.WakeUpRequest) -> None:
         wanted.awake[:] = sorted(awake)
 
 
-def _load(wanted: DesiredState, path: str) -> None:
-    if not path.startswith("/") or len(path) > MAX_PATH:
+def _load(wanted: DesiredState, request: engine_pb2.ReloadWeightsRequest) -> None:
+    if not request.path.startswith("/") or len(request.path) > MAX_PATH:
         raise InvalidArgument(f"path must be absolute, and have at most {MAX_PATH} characters", "path")
-    wanted.weights_path = path
+    if request.mode and request.mode not in _MODES:
+        raise InvalidArgument("mode must be ABORT, WAIT or KEEP", "mode")
+    wanted.weights_path, wanted.weights_mode = request.path, request.mode
     if wanted.sleep_level and engine_pb2.WAKE_TAG_WEIGHTS not in wanted.awake:
         wanted.awake.append(engine_pb2.WAKE_TAG_WEIGHTS)  # loaded weights are awake
 

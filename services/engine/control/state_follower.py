@@ -138,11 +138,12 @@ class StateFollower:
     async def _load(self, wanted: DesiredState) -> None:
         """Have the weights of all engines, unless this one was started with others since."""
         if self._engine.starts_with(wanted.replaced_weights):
-            if not (wanted.pause_mode or self._engine.is_paused()):
+            mode = wanted.weights_mode or engine_pb2.PAUSE_MODE_WAIT
+            if mode == engine_pb2.PAUSE_MODE_WAIT and not (wanted.pause_mode or self._engine.is_paused()):
                 # Requests end with the weights that they began with, those that another engine hands over here too.
                 await self._engine.idle()
             if not self._engine.is_paused():
-                await self._engine.pause(wanted.pause_mode or engine_pb2.PAUSE_MODE_WAIT, clear_cache=False)
+                await self._engine.pause(wanted.pause_mode or mode, clear_cache=False)
             await self._engine.load_weights(wanted.weights_path)
         self._weights_version = wanted.weights_version
 

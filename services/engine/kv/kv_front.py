@@ -19,7 +19,7 @@ from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.tasks import first_of
-from tokenloom.v1 import coordinator_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
+from tokenloom.v1 import coordinator_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc, types_pb2
 
 from ..core.core_link import CoreLink
 from ..records.core_request import LEASE_ID_BYTES
@@ -40,14 +40,20 @@ _NOT_FOUND = ("not_found", "lease_expired", "lease_revoked", REQUEST_ENDED)
 class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
     """Checks calls and passes them to the core. Errors are raised; the servicer edge turns them into statuses."""
 
-    def __init__(self, link: KVLink, epoch: int) -> None:
-        """``epoch``: this engine's incarnation. Leases of an earlier incarnation ended with it."""
+    def __init__(self, link: KVLink, epoch: int, fingerprint: types_pb2.Fingerprint | None = None) -> None:
+        """``epoch``: this engine's incarnation. Leases of an earlier incarnation ended with it. ``fingerprint``: what
+        it serves, which changes with its weights."""
         self._link = link
         self._epoch = epoch
+        self._fingerprint = fingerprint or types_pb2.Fingerprint()
 
     async def Acquire(self, request: kv_transfer_pb2.AcquireRequest, context: Any) -> kv_transfer_pb2.AcquireResponse:
         self._check_epoch(request.engine_epoch)
         _check_acquire(request)
+        if request.weights and request.weights != self._fingerprint.weights:
+            # Placement sees to it too, but weights may change between a pick and its arrival; the reader would cache
+            # the blocks under the hashes of its own.
+            raise _error("weights", "the owner's weights are not those of the reader, which computes the prompt")
         answer = _valid(
             await self._link.call(
                 lambda call_id: KVAcquire(
@@ -178,8 +184,10 @@ class KVFront:
         load: LoadTracker,
         host: Host,
         coordinator: grpc.aio.Channel | None,
+        fingerprint: types_pb2.Fingerprint,
     ) -> None:
-        """Bind the KV port. ``coordinator``: a channel to it, if there is one. Raises as :func:`serve_kv`."""
+        """Bind the KV port. ``coordinator``: a channel to it, if there is one. ``fingerprint``: what the engine serves,
+        which changes with its weights. Raises as :func:`serve_kv`."""
         self._core = core
         self._load = load
         self._link = KVLink(core.client)
@@ -188,7 +196,7 @@ class KVFront:
         self.owner: coordinator_pb2.EngineRef | None = None
         self.address = ""
         if settings.kv_listen:
-            servicer = KVTransferServicer(self._link, host.epoch)
+            servicer = KVTransferServicer(self._link, host.epoch, fingerprint)
             self._server = serve_kv(host.network, settings.kv_listen, servicer, host.tls, insecure=settings.insecure)
             self.address = settings.kv_advertise_address or self._server.address
             self.owner = coordinator_pb2.EngineRef(engine_id=settings.instance_id, epoch=host.epoch)
@@ -201,6 +209,7 @@ class KVFront:
             has_states=core.ready.num_state_slots > 0,
             transports=expanded(settings.kv_transports, on_host=core.ready.pool_is_on_host),
             must_load=settings.engine.kv.policy == "fail",
+            fingerprint=fingerprint,
         )
         self.loads = KVLoads(reader, core, self._link, self._registry, host.channels, host.fall_backs)
 

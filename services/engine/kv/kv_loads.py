@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc.aio
@@ -38,7 +38,7 @@ from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.tasks import Tasks, first_of
-from tokenloom.v1 import engine_pb2, kv_transfer_pb2
+from tokenloom.v1 import engine_pb2, kv_transfer_pb2, types_pb2
 
 from ..core.core_link import CoreLink
 from ..records.attempt import Attempt
@@ -261,6 +261,7 @@ class ReaderConfig:
         has_states: Whether layers keep a state, whose slot a lease names behind its blocks.
         transports: Names of transports, best first.
         must_load: Whether a request fails if its KV cannot be loaded; otherwise its prompt is computed here.
+        fingerprint: What the engine serves; its weights change.
     """
 
     host: str
@@ -270,6 +271,7 @@ class ReaderConfig:
     must_load: bool = False
     num_kv_groups: int = 1
     has_states: bool = False
+    fingerprint: types_pb2.Fingerprint = field(default_factory=types_pb2.Fingerprint)
 
 
 class _Load:
@@ -356,6 +358,7 @@ class KVLoads:
                     token_ids, content_salt(request.cache_salt, request.prompt_embeds, request.media)
                 ),
                 transports=transports,
+                weights=self._config.fingerprint.weights,
             ),
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,

@@ -145,6 +145,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds between frames to an output processor, except for first tokens and ends, so that "
         "short steps share a frame; half of it for fewer than 16 requests; 0: one frame for each step.",
     ] = 0.008
+    staged_weights_dir: Annotated[
+        str,
+        "Folder that keeps the weights that trainers send (EngineAdmin.StageWeights), such as /dev/shm/NAME, which is "
+        "memory; empty: none are taken. It needs room for three copies of the weights.",
+    ] = ""
     disable_log_stats: Annotated[bool, "Log no lines of throughput, queues and caches."] = False
     log_stats_interval: Annotated[
         Annotated[float, Meta(gt=0, le=86400)],
@@ -172,6 +177,9 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         if names_plugin(self.chat_template):
             check_named(self.plugins, chat_template=self.chat_template)
         self._check_remote()
+        if self.staged_weights_dir and self.engine.worker.load_format != "auto":
+            wanted = "tensors replace those of safetensors files only; leave out --load-format"
+            raise ValueError(f"--staged-weights-dir: load_format is {self.engine.worker.load_format}, but {wanted}")
         if self.kv_events_config is None or not self.kv_events_config.is_on:
             return
         if not self.engine.cache.enable_prefix_caching:
@@ -184,7 +192,7 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
             if self.remote_vllm_key_file is not None:
                 raise ValueError("--remote-vllm-key-file is of no use without --remote-vllm")
             return
-        front = ("enable_prompt_embeds", "kv_events_config", "plugins")
+        front = ("enable_prompt_embeds", "kv_events_config", "plugins", "staged_weights_dir")
         given = [
             flag(name)
             for name, option in options_of(type(self)).items()

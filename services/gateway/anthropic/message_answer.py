@@ -13,7 +13,7 @@ from ..formats.call_arguments import read_arguments
 from ..generation.open_turn import OpenTurn
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
-from ..openai.answer import finish_reason
+from ..openai.answer import finish_reason, origin_members
 from ..openai.body_reader import AnswerOptions
 from .context_edits import ContextEdits
 
@@ -120,7 +120,7 @@ class MessageAnswer:
         """Return the events after all output."""
         reason, sequence = self._stop_reason()
         ending: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage()}
-        ending |= self._reports.context_management
+        ending |= self._reports.context_management | origin_members(self._generation.finished[0])
         return self._blocks.end() + event("message_delta", ending) + event("message_stop", {})
 
     def keep_alive(self) -> bytes:
@@ -146,7 +146,8 @@ class MessageAnswer:
         """Return the whole JSON response."""
         reason, sequence = self._stop_reason()
         message = self._message(self._blocks.blocks(is_cut=reason != "tool_use"), reason, sequence)
-        yield encode_json(message | {"usage": self._usage()} | self._reports.context_management)
+        ending = {"usage": self._usage()} | self._reports.context_management
+        yield encode_json(message | ending | origin_members(self._generation.finished[0]))
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None

@@ -1,22 +1,32 @@
-"""``/v1/messages``: reads bodies and shapes answers."""
+"""``/v1/messages``: reads bodies and shapes answers; and counts tokens at ``/v1/messages/count_tokens``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.packed_ids import num_ids
+from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
+from ..encoding.sse import encode_json
+from ..formats.tool_request import read_tools
+from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
-from ..http.http_exchange import ErrorForm
+from ..http.http_exchange import ErrorForm, HttpExchange
+from ..http.request_body import BodyParser
+from ..mesh.tokenizer_client import limited
 from ..openai.body_reader import AnswerOptions, Body, BodyReader, ignored_members, inherited, renamed_twice
-from ..openai.chat import ChatApi
-from ..openapi.request_schemas import MessagesRequest
-from ..records.generate_request import GenerateRequest
+from ..openai.chat import ChatApi, read_chat
+from ..openapi.request_schemas import CountTokensRequest, MessagesRequest
+from ..records.generate_request import Chat, GenerateRequest
+from ..records.model_names import ModelNames
+from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
 from ..tenants.tenant import Tenant
-from .context_edits import ignored_edits, read_edits
+from .context_edits import ContextEdits, ignored_edits, read_edits
 from .message_answer import MessageAnswer, MessageReports
-from .messages_body import chat_body, lifetimes, most_tokens, previous_message, session
+from .messages_body import chat_body, conversation, lifetimes, most_tokens, previous_message, session, thinking_of
 
 _FIELDS = {
     "stop": "stop_sequences",
@@ -28,6 +38,9 @@ _FIELDS = {
     "response_format": "output_config.format",
 }
 """Fields of a chat that have another name here."""
+
+if TYPE_CHECKING:
+    from ..http.body_files import BodyFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +159,49 @@ def error_body(error: errors.TokenloomError) -> dict[str, object]:
 
 
 ANTHROPIC = ErrorForm(error_body, event_name=b"error", id_header=b"request-id")
+
+
+@dataclass(frozen=True, slots=True)
+class CountTokens:
+    """Counts the tokens of a conversation as the chat template writes it."""
+
+    parser: BodyParser
+    reader: BodyReader
+    generator: Generator
+    names: ModelNames
+    max_body_bytes: int
+    timeout: float
+    """Seconds that a call may take."""
+    volatile: Sequence[VolatileLine] | None = ()
+    """As in :class:`.GenerationEndpoint`: what is counted is what ``/v1/messages`` would be given."""
+    files: "BodyFiles | None" = None
+    """As there, too."""
+
+    async def __call__(self, exchange: HttpExchange) -> None:
+        with await exchange.read_body(self.max_body_bytes, self.files) as received:
+            lines, agent = self.volatile, exchange.headers.get(b"user-agent", b"")
+            if lines is not None and agent.startswith(AGENTS):
+                lines = lines_of(agent, lines)
+            chat, edits = await self.parser.read(received.data, partial(self._chat, lines))
+
+        async def encode(chat: Chat) -> TokenizedPrompt:
+            return await self.generator.tokenize(chat, exchange.tenant, exchange.body.files)
+
+        async with limited(self.timeout):
+            prompt = await encode(chat) if edits is None else (await edits.run(chat, encode))[1]
+        before = {} if edits is None else {"context_management": {"original_input_tokens": edits.num_tokens}}
+        await exchange.respond(200, encode_json({"input_tokens": num_ids(prompt)} | before))
+
+    def _chat(self, lines: Sequence[VolatileLine] | None, body: Body) -> tuple[Chat, ContextEdits | None]:
+        self.names.find(body.get("model"))
+        if lines:
+            body, _ = settled(body, lines)
+        fields = self.reader.read(body, CountTokensRequest)
+        chat, reasoning = conversation(fields), thinking_of(fields.thinking)
+        read = read_chat(
+            chat["messages"],
+            read_tools(chat.get("tools")),
+            reasoning.get("chat_template_kwargs"),
+            continue_final_message=chat.get("continue_final_message"),
+        )
+        return read, read_edits(fields.context_management)

@@ -130,6 +130,7 @@ class BeamRun:
         self._deadline_ns = deadline_ns
         self._clock = clock
         self._cached_tokens = [0] * len(submits)
+        self._weights_version = ""
         self._cancels: list[Cancel] = []  # of the present step
         self._is_cancelled = False
         self.num_steps = 0
@@ -193,6 +194,7 @@ class BeamRun:
                     found[chosen[delta.index]] = delta.logprobs[0]
                 if delta.finished is not None:
                     self._count_cached(chosen[delta.index], delta.finished)
+                    self._check_weights(delta.finished.weights_version)
         return found
 
     def _request(self, number: int, beam: Beam[Row], name: str) -> output_processor_pb2.Submit:
@@ -207,6 +209,13 @@ class BeamRun:
         """Keep how much of each prompt was cached when the search began: then there is one request for each."""
         if not self.num_steps:
             self._cached_tokens[index] = finished.cached_tokens
+
+    def _check_weights(self, version: str) -> None:
+        """Note which weights computed a step. Raises ``Unavailable`` if they are not those of the steps before: the
+        scores of beams of two versions cannot be compared."""
+        if version != self._weights_version and self._weights_version:
+            raise errors.Unavailable("the weights were replaced during the beam search; retry")
+        self._weights_version = version
 
     def _candidates(self, row: Row) -> BeamCandidates[Row]:
         columns = row.logprobs
@@ -227,6 +236,7 @@ class BeamRun:
             completion_tokens=len(token_ids),
             cached_tokens=cached_tokens,
             attempts=1,
+            weights_version=self._weights_version,
         )
         text = await self._texts.text_of(submit, beam.token_ids[:-1] if is_stop else beam.token_ids)
         params = submit.sampling_params

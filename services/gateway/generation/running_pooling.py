@@ -112,6 +112,11 @@ class RunningPooling:
         return sum(result is not None for result in self._outputs.results)
 
     @property
+    def weights_version(self) -> str:
+        """The weights that computed all results; empty for engines that have none."""
+        return self._outputs.weights_version
+
+    @property
     def usage(self) -> inference_pb2.Usage:
         """The tokens of all prompts."""
         return inference_pb2.Usage(prompt_tokens=self._num_prompt_tokens, cached_tokens=self._outputs.cached_tokens)

@@ -221,3 +221,5 @@ def _close(
     response.parameters["triton_final_response"].bool_param = True
     response.parameters["prompt_tokens"].int64_param = usage.prompt_tokens
     response.parameters["completion_tokens"].int64_param = usage.completion_tokens
+    if isinstance(generation, RunningGeneration) and (version := generation.finished[0].weights_version):
+        response.parameters["weights_version"].string_param = version

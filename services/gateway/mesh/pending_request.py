@@ -86,6 +86,7 @@ class PendingRequest:
         unknown_to: The streams whose output processors do not have it, while it is sought.
         debt: Says whether it may be sent again.
         is_accepted: An output processor has run it, so that it is not refused any more.
+        weights: By sample, those that computed its tokens, as in ``SampleWeights``.
         withdraw: Ends it at its output processor.
         sought_until: When the search ends for the output processor that has the request, which is to be resumed; 0: it
             is a new request, or its output processor was found.
@@ -117,6 +118,7 @@ class PendingRequest:
         "sought_until",
         "takes_over",
         "unknown_to",
+        "weights",
         "withdraw",
     )
 
@@ -152,6 +154,7 @@ class PendingRequest:
         self.is_accepted = False
         self.media = media
         self._num_media_losses = 0
+        self.weights: dict[int, Sequence[bytes]] = {}
         self.withdraw: Callable[[], None] | None = None
         self._submit: pb.Submit | None = submit
         self._resume = _resume(submit) if sought_until else None
@@ -203,6 +206,7 @@ class PendingRequest:
             # detokenizer and stop strings, and sends only what is new, at whichever frame the stream broke.
             journal = self.collector.journal(self.first_index + sample_index, sample_index)
             if journal.token_ids or journal.emitted_text_bytes or journal.finished:
+                journal.weights.extend(self.weights.get(sample_index, ()))
                 submit.journals.append(journal)
         if submit.journals:
             submit.take_over = False  # what the client has must not come again

@@ -34,6 +34,7 @@ class PooledOutputs:
         lost: The prompts whose query an engine did not hold any more.
         num_live: Prompts that were begun and have not ended.
         cached_tokens: Prompt tokens that were found in a cache.
+        weights_version: Which weights computed all results; empty: none have, or the engines have no weights.
     """
 
     is_superseded = False
@@ -47,6 +48,7 @@ class PooledOutputs:
         self.results: list[PooledResult | None] = [None] * num_prompts
         self.lost: list[int] = []
         self.num_live = self.cached_tokens = 0
+        self.weights_version = ""
         self._parts: dict[int, list[types_pb2.Pooled]] = {}
         self._bytes_left = self._max_bytes = max_bytes
         self._on_end = on_end
@@ -102,9 +104,14 @@ class PooledOutputs:
             self.fail(error)
         elif finished.reason == types_pb2.FINISH_REASON_ABORT:  # an operator paused the engines
             self.fail(errors.Unavailable("The engines ended the request before its result; retry."))
+        elif self.weights_version not in ("", finished.weights_version):
+            # Vectors of two versions cannot be compared, and nobody could tell them apart in one answer.
+            self.fail(errors.WeightsReplaced("The engines' weights were replaced during the call; send it again."))
         elif parts:
             self.results[index] = PooledResult(tuple(parts[0].shape), b"".join(part.data for part in parts))
             self._on_end()
+        if is_result:
+            self.weights_version = finished.weights_version
         self.cached_tokens += finished.cached_tokens
         if self.num_live <= self._most_live:
             self._wake()

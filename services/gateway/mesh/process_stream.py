@@ -171,6 +171,9 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         self.leaving = self.leaving or frame.leaving
         rows = FrameRows(frame, self._owner.vocab_size)
         logprobs_of = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
+        for each in frame.weights:
+            if (target := self.slots.get(each.slot)) is not None and each.sample_index < target.num_samples:
+                target.weights[each.sample_index] = tuple(each.weights)  # the field would keep the frame
         ending = {(finished.slot, finished.sample_index) for finished in frame.finished}
         start, has_begun = 0, False
         for slot, sample, text, token_index, count in rows:

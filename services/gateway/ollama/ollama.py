@@ -24,7 +24,7 @@ from ..generation.running_pooling import RunningPooling
 from ..http.http_exchange import ErrorForm, HttpExchange
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
-from ..openai.answer import finish_reason
+from ..openai.answer import finish_reason, origin_members
 from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
@@ -285,6 +285,7 @@ class OllamaAnswer:
             "prompt_eval_duration": max(times.prefill_ns, 1),
             "eval_count": usage.completion_tokens,
             "eval_duration": max(rest, 1),
+            **origin_members(generation.finished[0]),
         }
 
 

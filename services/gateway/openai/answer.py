@@ -161,11 +161,15 @@ class AnswerBase:
         return int(reason) if reason.isdecimal() and int(reason) in self.options.stop_token_ids else None
 
 
-def routed_member(finished: output_processor_pb2.RequestFinished) -> dict[str, object]:
-    """Return the experts of an output's tokens as a member, a ``.npy`` file in base64; empty unless there are any."""
-    if not finished.HasField("routed_experts"):
-        return {}
-    return {"routed_experts": base64.b64encode(to_npy(finished.routed_experts)).decode()}
+def origin_members(finished: output_processor_pb2.RequestFinished) -> dict[str, object]:
+    """Return what computed an output, as members: the version of the weights, and the experts of its tokens, a ``.npy``
+    file in base64, if the client asked for them."""
+    members: dict[str, object] = {}
+    if finished.weights_version:
+        members["weights_version"] = finished.weights_version
+    if finished.HasField("routed_experts"):
+        members["routed_experts"] = base64.b64encode(to_npy(finished.routed_experts)).decode()
+    return members
 
 
 def choice_blocks(choice: dict[str, object], logprobs: Iterator[bytes]) -> Iterator[bytes]:
@@ -305,7 +309,7 @@ class ChatAnswer:
         """Return the event that ends an output."""
         finish = sse.encode_json(self._finish_reason(index, finished))
         stop = b',"stop_reason":' + sse.encode_json(self._base.stop_reason(finished))
-        stop += sse.members(routed_member(finished))
+        stop += sse.members(origin_members(finished))
         choice = sse.choice(index, b'"delta":{}', finish, stop)
         is_last = self._live == 0 and not self._base.options.include_usage
         timeline = sse.members(self._base.last_members()) if is_last else b""
@@ -323,7 +327,7 @@ class ChatAnswer:
         }
         if self._base.options.return_token_ids:
             choice["token_ids"] = turn.token_ids
-        return choice | routed_member(finished)
+        return choice | origin_members(finished)
 
     def _finish_reason(self, index: int, finished: output_processor_pb2.RequestFinished) -> str:
         return self._turns[index].finish_reason(finish_reason(finished), is_stopped=bool(finished.stop_reason))

@@ -12,7 +12,7 @@ from ..mesh.collector import Delta
 from ..openapi.request_schemas import CompletionRequest
 from ..records.generate_request import EmbeddedPrompt, GenerateRequest, read_embeds_prompts
 from ..tenants.tenant import Tenant
-from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
+from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, origin_members
 from .body_reader import (
     AnswerOptions,
     Body,
@@ -110,7 +110,7 @@ class CompletionAnswer:
             self._live -= 1
             finish = sse.encode_json(finish_reason(delta.finished))
             extra += b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
-            extra += sse.members(routed_member(delta.finished))
+            extra += sse.members(origin_members(delta.finished))
             if self._live == 0 and not self._base.options.include_usage:
                 timeline = sse.members(self._base.last_members())
         logprobs = b"null"
@@ -210,7 +210,7 @@ class CompletionAnswer:
         if self._base.options.return_token_ids:
             choice["token_ids"] = self._token_ids[index]
             choice["prompt_token_ids"] = list(self._base.generation.prompt_of(index))
-        return choice | routed_member(finished)
+        return choice | origin_members(finished)
 
     def _blocks(self, index: int) -> Iterator[bytes]:
         yield from choice_blocks(self._choice(index), self._logprobs[index].take())

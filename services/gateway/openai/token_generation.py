@@ -17,7 +17,7 @@ from ..mesh.collector import Delta
 from ..openapi.token_schemas import PromptFeatures, TokenGenerationRequest, TokenSampling
 from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant import Tenant
-from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, finish_reason, routed_member
+from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, finish_reason, origin_members
 from .body_reader import AnswerOptions, Body, BodyReader, make_generate_request, sampling_params
 from .openai_logprobs import TokenPosition, chat_entry
 
@@ -320,7 +320,7 @@ class TokensAnswer:
             yield b"null"
         reason = None if finished is None else finish_reason(finished)
         stop = None if finished is None else self._base.stop_reason(finished)
-        members = {} if finished is None else routed_member(finished)
+        members = {} if finished is None else origin_members(finished)
         yield sse.members({"finish_reason": reason, "stop_reason": stop} | members) + b"}"
 
     def _event(self, choice: bytes, extra: bytes) -> bytes:

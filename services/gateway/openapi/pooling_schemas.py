@@ -126,6 +126,9 @@ class PooledAnswer(msgspec.Struct, kw_only=True):
     id: Annotated[str, Meta(description="Of the call.")]
     model: Annotated[str, Meta(description="Name of the model.")]
     usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
+    weights_version: Annotated[
+        str | None, Meta(description="The weights that computed all results, as 16 hexadecimal digits.")
+    ] = None
 
 
 class PooledList(PooledAnswer, kw_only=True):

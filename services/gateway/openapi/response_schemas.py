@@ -6,6 +6,10 @@ import msgspec
 from msgspec import Meta
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
+WEIGHTS_VERSION = (
+    "The weights that computed the output, as 16 hexadecimal digits. Several are joined by +, in order: an operator "
+    "let the request go on over a change of weights. Absent if the engine has no weights."
+)
 
 
 class ErrorObject(msgspec.Struct):
@@ -109,6 +113,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: Annotated[FinishReason, Meta(description="Why the output ended.")]
     stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that ended the output.")]
     token_ids: Annotated[list[int] | None, Meta(description="Token ids of the output, if requested.")] = None
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
 
 
 class ChatCompletion(msgspec.Struct):
@@ -130,6 +135,7 @@ class TextChoice(msgspec.Struct):
     logprobs: Annotated[dict[str, Any] | None, Meta(description="Log probabilities, if requested.")]
     finish_reason: Annotated[FinishReason, Meta(description="Why the output ended.")]
     stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that ended the output.")]
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
 
 
 class Completion(msgspec.Struct):
@@ -223,6 +229,7 @@ class AnthropicMessage(msgspec.Struct):
     stop_reason: Annotated[str, Meta(description="end_turn, max_tokens, stop_sequence or tool_use.")]
     stop_sequence: Annotated[str | None, Meta(description="The stop sequence that ended the output.")]
     usage: Annotated[MessageUsage, Meta(description="Token counts.")]
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
 
 
 class TokenCount(msgspec.Struct):

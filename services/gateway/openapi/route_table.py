@@ -319,6 +319,11 @@ RELOAD_WEIGHTS = _route(
     query={
         "path": {"type": "string", "description": "Absolute path of a checkpoint of the same architecture; required."},
         "model": {"type": "string", "description": "Whose engines; required if the gateway serves several models."},
+        "mode": {
+            "enum": ["wait", "abort", "keep"],
+            "description": "What happens to requests that have begun: they end with the old weights (default), end at "
+            "once, or go on with the new ones, which compute their KV anew. In a pause the pause's mode counts.",
+        },
     },
     is_admin=True,
 )

@@ -50,7 +50,13 @@ class ListAnswer:
         head |= {"created": int(time.time()), "model": pooling.model}
         yield sse.encode_json(head)[:-1] + b',"data":['
         yield from items
-        yield b'],"usage":%b}' % sse.encode_json(usage_object(pooling))
+        yield tail(pooling)
+
+
+def tail(pooling: RunningPooling) -> bytes:
+    """Return the end of an answer, after the last object of its list."""
+    version = {"weights_version": pooling.weights_version} if pooling.weights_version else {}
+    return b"]" + sse.members({"usage": usage_object(pooling), **version}) + b"}"
 
 
 def usage_object(pooling: RunningPooling) -> dict[str, object]:

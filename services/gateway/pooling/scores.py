@@ -16,7 +16,7 @@ from ..openapi.pooling_schemas import PoolingFields, RerankRequest, ScoreRequest
 from ..records.generate_request import GenerateRequest
 from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
-from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, make_generate_request, usage_object
+from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, make_generate_request, tail
 from .vector_json import numbers
 from .vectors import Limits
 
@@ -152,7 +152,7 @@ class RerankApi:
             if fields.return_documents is not False:
                 result["document"] = {"text": documents[index]}
             yield (b"," if number else b"") + encode_json(result)
-        yield b'],"usage":%b}' % encode_json(usage_object(pooling))
+        yield tail(pooling)
 
 
 def _plan(

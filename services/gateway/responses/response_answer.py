@@ -13,7 +13,7 @@ from ..encoding.sse import KEEP_ALIVE, cache_miss, encode_json
 from ..generation.open_turn import OpenTurn
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
-from ..openai.answer import finish_reason
+from ..openai.answer import finish_reason, origin_members
 from ..openai.body_reader import AnswerOptions
 from .input_items import Turn, compaction
 from .mcp_servers import McpServers
@@ -199,7 +199,7 @@ class ResponseAnswer:
         ending: dict[str, Any] = {"output": self._items.items, "incomplete_details": details, "usage": self._usage()}
         if status == "failed":
             ending["error"] = ABORTED
-        ending |= self._request.diagnostics(self._generation.turn)
+        ending |= self._request.diagnostics(self._generation.turn) | origin_members(self._generation.finished[0])
         response = response_of(self._head, status, **ending)
         if self._request.is_stored:
             self._store.put(self._stored(response))

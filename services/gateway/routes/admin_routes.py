@@ -89,11 +89,12 @@ class AdminRoutes:
         await exchange.respond(200, encode_json({"is_sleeping": all(engines.values()), "engines": engines}))
 
     async def reload_weights(self, exchange: HttpExchange) -> None:
-        """``path``: the checkpoint, on every engine's host; ``model``: whose engines. A path that an engine refuses
-        changes nothing."""
-        query = Query(exchange.query, ("path", "model"))
+        """``path``: the checkpoint, on every engine's host; ``model``: whose engines; ``mode``: what happens to running
+        requests. A path that an engine refuses changes nothing."""
+        query = Query(exchange.query, ("path", "model", "mode"))
         mesh = self.meshes.pick(query.text("model", "") or None)
-        request = pb.ReloadWeightsRequest(path=query.text("path", ""))
+        mode = _MODES[query.choice("mode", _MODES, "wait")]
+        request = pb.ReloadWeightsRequest(path=query.text("path", ""), mode=mode)
         engines = {engine.engine_id: engine.address for engine in alive(mesh.view)}
         await self.calls.check(engines, lambda stub: stub.CheckWeights(request))
         wanted = Wanted(weights=request)

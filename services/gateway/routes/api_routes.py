@@ -13,8 +13,7 @@ from tokenloom.process.plugins import described
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import types_pb2
 
-from ..anthropic.count_tokens import CountTokens
-from ..anthropic.messages import ANTHROPIC, MessagesApi
+from ..anthropic.messages import ANTHROPIC, CountTokens, MessagesApi
 from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint, SilentStreams
 from ..http.client_flow import ANSWERS_PER_TURN, TurnShare

@@ -168,8 +168,8 @@ class EngineSearch:
 
     def refused(self, attempt: EngineAttempt, error: errors.TokenloomError, *, has_begun: bool) -> bool:
         """Note the error with which an engine ended an attempt. Returns whether another engine may answer differently:
-        the engine drains, is full or its core died; or it has loaded other weights, with which only a request goes on
-        that has no token yet (``has_begun``: it has some, or KV)."""
+        the engine drains, is full, has loaded other weights, or its core died. Of what it cannot say more of, only a
+        request goes on that has no token yet (``has_begun``: it has some, or KV)."""
         key, cause = attempt.link.key, cause_of(error)
         if cause is Cause.GONE:
             if isinstance(error, errors.EngineDied):

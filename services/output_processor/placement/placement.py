@@ -136,6 +136,12 @@ class Placer:
         is_fit = link is not None and num_tokens < link.longest_request
         return EngineAttempt(link) if link is not None and is_fit else None
 
+    def pool_of(self, weights: bytes) -> Fingerprint:
+        """Return what engines with these weights serve, as :meth:`place` takes it."""
+        pool = Fingerprint(weights=weights)
+        pool.MergeFrom(self._fingerprint)
+        return pool
+
     def ask(self, submit: Submit) -> PendingPick | None:
         """Ask for the first engine of a request that :meth:`at_once` does not place, so that the request can be made
         while the coordinator answers.
@@ -168,7 +174,8 @@ class Placer:
             pending: What :meth:`ask` returned for this very leg.
 
         Raises ``ResourceExhausted`` when every engine is full, unless the sample was admitted before; ``Unavailable``
-        when no engine took the leg in time, ``EngineKiller`` when none may, ``TryElsewhere`` when this process stops.
+        when no engine took the leg in time, ``EngineKiller`` when none may, ``WeightsReplaced`` when no engine has the
+        weights of ``pool`` any more, ``TryElsewhere`` when this process stops.
         """
         request, response = (pending.request, pending.response) if pending else (None, None)
         if request is None:
@@ -186,6 +193,8 @@ class Placer:
             engine_came = self._engine_came
             try:
                 return await self._place_now(request, submit, search.exclude, response)
+            except errors.WeightsReplaced:
+                raise  # no engine will have them again
             except (errors.Unavailable, errors.ResourceExhausted) as error:
                 cause = error
             response = None
@@ -234,6 +243,12 @@ class Placer:
                 debt.failed(Cause.SILENT)
                 if not debt.pay():
                     break
+                continue
+            if request.fingerprint.weights not in (b"", link.serves.weights):
+                # It has loaded others since it was picked: one answer would come from two versions of the weights.
+                if pick is None:
+                    self._snapshot.release(key)
+                unreached.append(key)
                 continue
             session = picked.session if picked.HasField("session") else None
             return EngineAttempt(link, pick, picked.whole_request, is_counted=pick is None, session=session)
@@ -290,8 +305,10 @@ class Placer:
             error = wire_errors.from_rpc(failure)
             if isinstance(error, errors.DeadlineExceeded):
                 self._picks.suspend()
-            elif not isinstance(error, errors.Unavailable):
+            elif not isinstance(error, errors.Unavailable) or isinstance(error, errors.WeightsReplaced):
                 raise error from None
+        except errors.WeightsReplaced:
+            raise
         except (errors.Unavailable, errors.DeadlineExceeded):
             pass
         avoided = self._cooldown.now().union(exclude)

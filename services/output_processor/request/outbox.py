@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SlotTextLogprobs
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SampleWeights, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Pooled
 
 POOLED_BYTES = 4 << 20
@@ -26,6 +26,7 @@ class Outbox:
         self._pooled: deque[Pooled] = deque()
         self._finished: list[RequestFinished] = []
         self._engine_deaths: list[int] = []
+        self._weights: list[SampleWeights] = []
 
     def __bool__(self) -> bool:
         return bool(self._rows or self._finished or self._engine_deaths or self._logprobs or self._pooled)
@@ -42,6 +43,10 @@ class Outbox:
             # themselves.
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
         rows[key] = (text, token_index, token_ids)
+
+    def add_weights(self, key: Key, weights: Sequence[bytes]) -> None:
+        """Say which weights have computed a sample so far, and compute its next tokens: in the frame of these."""
+        self._weights.append(SampleWeights(slot=key[0], sample_index=key[1], weights=weights))
 
     def add_logprobs(self, key: Key, logprobs: SlotTextLogprobs) -> None:
         """Add log probabilities of a sample's newest tokens, or of its prompt."""
@@ -80,8 +85,9 @@ class Outbox:
             logprobs=self._logprobs,
             engine_death_slots=self._engine_deaths,
             sample_index=samples if any(samples) else (),
+            weights=self._weights,
         )
-        self._rows, self._logprobs, self._finished, self._engine_deaths = {}, [], [], []
+        self._rows, self._logprobs, self._finished, self._engine_deaths, self._weights = {}, [], [], [], []
         if self._pooled:
             self._take_pooled(frame)
         return frame
@@ -108,6 +114,9 @@ class _Nowhere(Outbox):
 
     def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
         """Drop it."""
+
+    def add_weights(self, key: Key, weights: Sequence[bytes]) -> None:
+        """Drop them."""
 
     def add_logprobs(self, key: Key, logprobs: SlotTextLogprobs) -> None:
         """Drop them."""

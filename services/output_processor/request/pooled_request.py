@@ -21,6 +21,7 @@ from ..placement.placement import FirstPick, PendingPick, Placer
 from .outbox import Outbox
 from .request_span import RequestSpan
 from .request_stages import make_pooling_add
+from .sample_output import weights_version
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class PooledRequest:
         self._timer: asyncio.TimerHandle | None = None
         self._timeline = Timeline()
         self._num_attempts = 1
+        self._weights = b""  # which compute the result
         self._shape: Sequence[int] = ()  # of the result of the present attempt
         self._num_bytes = 0  # of it that have arrived
         self._has_ended = False
@@ -170,6 +172,7 @@ class PooledRequest:
     def _send(self, attempt: EngineAttempt) -> None:
         self._attempt = attempt
         self._timeline.prefill_engine = attempt.link.identity.engine_id
+        self._weights = attempt.link.serves.weights
         deadline = self._lifetime.deadline
         left = None if deadline is None else deadline - asyncio.get_running_loop().time()
         request = make_pooling_add(self._submit, pick=attempt.pick, seconds_left=left)
@@ -217,4 +220,5 @@ class PooledRequest:
             cached_tokens=finished.cached_tokens,
             attempts=self._num_attempts,
             timeline=self._timeline,
+            weights_version=weights_version([self._weights]),
         )

@@ -125,6 +125,9 @@ class RequestStages:
         try:
             if self._output.replay() is not None:
                 self._end(self._output.stop)
+            elif self._output.weights:
+                # What a lost output processor has sent goes on with the weights that computed it.
+                self._pool = self._placer.pool_of(self._output.weights[-1])
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
 
@@ -169,13 +172,19 @@ class RequestStages:
             if role == _PREFILL or self._handed_over:  # otherwise it is placed again when it is due
                 self.fail(error)
 
+    def may_run_on(self, attempt: EngineAttempt) -> bool:
+        """Return whether the engine of another sample's attempt has the weights that computed this one so far."""
+        return self._pool is None or self._pool.weights == attempt.link.serves.weights
+
     def begin_on(self, attempt: EngineAttempt) -> None:
         """Send the prefill leg, or all of the sample, to an engine."""
         timeline, identity = self._output.timeline, attempt.link.identity
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
         before, self._pool = self._pool, attempt.link.serves
-        if before is not None and self._output.token_ids and before.numerics != self._pool.numerics:
+        if before is not None and before.numerics and self._output.token_ids and before.numerics != self._pool.numerics:
             timeline.mixed_numerics = True
+        if self._pool.weights:
+            self._output.compute_with(self._pool.weights)
         self._prefill = attempt
         holds = not attempt.whole_request or (self._half is not None and self._half.hold)
         self._send(attempt, self._output.token_ids, hold_kv=holds)
@@ -189,6 +198,8 @@ class RequestStages:
         if prefill is None:  # another request has computed the prompt
             assert self._kv is not None
             self._decode, self._pool = attempt, attempt.link.serves
+            if self._pool.weights:
+                self._output.compute_with(self._pool.weights)
             is_there = attempt.link.key == EngineKey(self._kv.engine_id, self._kv.engine_epoch)
             self._send(attempt, journal, kv_source=None if is_there else self._kv)
             return
@@ -307,6 +318,8 @@ class RequestStages:
             wire_errors.from_proto(finished.error),
             has_begun=attempt is not self._prefill or bool(self._output.token_ids),
         ):
+            if finished.error.reason == errors.WeightsReplaced.reason:
+                self._pool = None  # the engine has lost the old weights, and requests were to go on with new ones
             self._replace(attempt)
         elif finished.reason not in _ENDS:
             raise WrongFrame(f"{finished.reason} is no reason to finish")
@@ -336,8 +349,8 @@ class RequestStages:
             return
         self._output.retry()
         # Nothing of it reached the client, so the lease still holds all that the next decode leg needs. With tokens
-        # sent, the lease covers only the prompt and the sample begins anew.
-        if attempt is self._decode and not attempt.has_output:
+        # sent, the lease covers only the prompt and the sample begins anew; with other weights the KV is useless.
+        if attempt is self._decode and not attempt.has_output and self._pool is not None:
             self._decode = None
             self._place(_DECODE)
             return

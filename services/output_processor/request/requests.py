@@ -182,7 +182,10 @@ class SampleGroup:
         for sample in waiting:
             # The others are not placed: on this engine the prompt is in the prefix cache, and one lease serves all of
             # them.
-            sample.begin_on(self._placer.share(attempt))
+            if sample.may_run_on(attempt):
+                sample.begin_on(self._placer.share(attempt))
+            else:
+                sample.start()
 
     def _sample_ended(self, sample: RequestStages, finished: RequestFinished) -> None:
         self._num_live -= 1

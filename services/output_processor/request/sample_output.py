@@ -13,12 +13,13 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Sa
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, RoutedExperts, SamplingParams, Timeline
 
 from ..text.detokenizer import Detokenizer, OutputText, StopMatch
-from ..text.logprob_texts import PromptLogprobTexts, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
 from .outbox import NOWHERE, Outbox, PacedOutbox
 
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 _STOP, _PREFILLED = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_PREFILLED
+VERSION_DIGITS = 16
+"""Of a fingerprint of weights, in answers."""
 _TOKEN_BYTES = 36
 """Memory of a token in a journal: an integer, and the list's reference to it."""
 
@@ -36,6 +37,8 @@ class SampleOutput:
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
         clock: Returns nanoseconds.
         num_attempts: 1, and one more for each engine that was replaced after it failed.
+        weights: Fingerprints of those that computed its tokens, and compute the next ones, in order; several only after
+            a change of weights for which an operator let requests go on. Empty: unknown.
         finished: How it ended; None while it runs.
     """
 
@@ -69,6 +72,7 @@ class SampleOutput:
         num_known = submit.num_prompt_logprobs
         self._prompt_logprobs = PromptLogprobTexts(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
         self._journal = journal
+        self.weights: list[bytes] = [] if journal is None else list(journal.weights)
         self._bytes_to_skip = 0 if journal is None else journal.emitted_text_bytes
         # Kept as numbers until the end: setting a protobuf field costs as much as decoding a token.
         self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
@@ -98,6 +102,15 @@ class SampleOutput:
             self._rows.add(self._key, text, len(self.token_ids), ())
         return match
 
+    def compute_with(self, weights: bytes) -> None:
+        """Note which weights compute the next tokens, and tell the gateway, whose next output processor must know."""
+        if not self.token_ids:
+            self.weights = [weights]  # told with the first token
+            return
+        if self.weights[-1:] != [weights]:
+            self.weights.append(weights)
+        self._outbox.add_weights(self._key, self.weights)
+
     def add(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> StopMatch | None:
         """Send new tokens and the text that can be shown; return the stop string that they completed.
 
@@ -117,6 +130,8 @@ class SampleOutput:
         self._last_token_ns = now = self.clock()
         if not self._first_token_ns:
             self._first_token_ns = now
+            if self.weights:
+                self._outbox.add_weights(self._key, self.weights)
         text, match = self._text.add(token_ids)
         # After a loss the text is counted in bytes and not characters: the piece that the client had last may have
         # ended where a character of several tokens was still incomplete.
@@ -221,6 +236,8 @@ class SampleOutput:
         self._key = slot, self._key[1]
         self._outbox = outbox
         self._rows = PacedOutbox(outbox, self._interval) if self._interval > 1 else outbox
+        if self.weights:
+            outbox.add_weights(self._key, self.weights)
         self._bytes_to_skip = max(position.emitted_text_bytes - len(data), 0)
         text = data[position.emitted_text_bytes :].decode(errors="ignore")
         for columns in self._kept_logprobs or ():
@@ -290,10 +307,16 @@ class SampleOutput:
             timeline=self.timeline,
             routed_experts=routed,
             kv=kv,
+            weights_version=weights_version(self.weights),
         )
         self.finished = finished
         self._rows.finish(finished)
         return finished
+
+
+def weights_version(weights: Sequence[bytes]) -> str:
+    """Return what names these weights in answers: the beginnings of their fingerprints."""
+    return "+".join([each.hex()[:VERSION_DIGITS] for each in weights])
 
 
 class RoutedOutput:
@@ -337,3 +360,61 @@ def _detokenizer(submit: Submit, vocabulary: Vocabulary) -> Detokenizer:
         ),
         detokenize=text.detokenize if text.HasField("detokenize") else True,
     )
+
+
+def with_texts(vocabulary: Vocabulary, token_ids: Sequence[int], logprobs: Logprobs) -> SlotTextLogprobs:
+    """Return the log probabilities with texts; the caller fills in slot, sample and position.
+
+    ``token_ids``: [n] the tokens that were sampled.
+    """
+    # Bytes and not text: a token may end inside a character. vLLM then gives the bytes of its replacement character;
+    # here `bytes` in an answer are the token's own.
+    text = vocabulary.token_bytes
+    return SlotTextLogprobs(
+        logprobs=logprobs, sampled_text=map(text, token_ids), token_text=map(text, logprobs.token_id)
+    )
+
+
+def part_with_texts(columns: SlotTextLogprobs, start: int) -> SlotTextLogprobs | None:
+    """Return a copy of the positions from token ``start`` of the output on; None if it would be empty."""
+    skipped, top = max(start - columns.token_index, 0), columns.logprobs.top
+    num_positions = logprob_columns.num_positions(columns.logprobs)
+    if skipped >= num_positions:
+        return None
+    rest = SlotTextLogprobs()
+    if not skipped:
+        rest.CopyFrom(columns)
+        return rest
+    rest.token_index = columns.token_index + skipped
+    rest.logprobs.CopyFrom(logprob_columns.part(columns.logprobs, skipped, num_positions))
+    rest.sampled_text.extend(columns.sampled_text[skipped:])
+    rest.token_text.extend(columns.token_text[skipped * top :])
+    return rest
+
+
+class PromptLogprobTexts:
+    """Passes on the log probabilities of one prompt, from its second token on: each once, though attempts repeat."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], num_given: int = 0) -> None:
+        """``num_given``: positions, from the second token on, that the client has already."""
+        self._vocabulary = vocabulary
+        self._prompt_ids = prompt_ids
+        self._next = 1 + num_given
+
+    def take(self, token_index: int, logprobs: Logprobs) -> SlotTextLogprobs | None:
+        """Return the positions that were not passed on yet; None if an earlier attempt brought all of them.
+
+        Raises ``WrongFrame`` when they cannot be those of the prompt.
+        """
+        end = token_index + len(logprobs.sampled)
+        if token_index > self._next or end > len(self._prompt_ids):
+            raise WrongFrame("the engine's log probabilities are not those of the prompt")
+        start, self._next = self._next, max(self._next, end)
+        if start >= end:
+            return None
+        columns = logprob_columns.part(logprobs, start - token_index, end - token_index)
+        texts = with_texts(self._vocabulary, self._prompt_ids[start:end], columns)
+        texts.prompt, texts.token_index = True, start
+        if start == 1:
+            texts.first_text = self._vocabulary.token_bytes(self._prompt_ids[0])
+        return texts

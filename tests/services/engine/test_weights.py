@@ -1,27 +1,37 @@
+import asyncio
 import errno
 import json
+import secrets
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 from tests.ready_channel import ready_channel
 from tests.services.engine.control.test_coordinator_link import is_serving, running_coordinator, see
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.model_files.checkpoint import weights_fingerprint
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine import engine_admin as weights
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_PAUSED
 from tokenloom.v1.engine_pb2 import (
+    PAUSE_MODE_ABORT,
     PAUSE_MODE_KEEP,
     PAUSE_MODE_UNSPECIFIED,
+    PAUSE_MODE_WAIT,
     ReloadWeightsRequest,
     SleepRequest,
+    StageWeightsRequest,
     WakeUpRequest,
 )
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT
 
 
 @pytest.fixture
@@ -225,3 +235,115 @@ async def test_an_error_of_the_disk_is_ours_and_changes_nothing(
     assert failure.value.code() is grpc.StatusCode.INTERNAL
     assert await info_of(admin) == before
     await can_serve(host)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"), [(PAUSE_MODE_WAIT, ""), (PAUSE_MODE_ABORT, "abort"), (PAUSE_MODE_KEEP, "WEIGHTS_REPLACED")]
+)
+async def test_a_mode_says_what_becomes_of_live_requests(
+    admin: EngineAdminStub, host: Host, checkpoint: Path, mode: engine_pb2.PauseMode, reason: str
+) -> None:
+    async with Peer(host.address) as peer:
+        await peer.send(make_add(1, [8] * 9, 60))
+        await peer.read_tokens()
+        await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint), mode=mode))
+        finished = (await peer.read_until_finished([1])).finished[1]
+        tokens = peer.received.token_ids[1]
+    expected = expected_tokens([8] * 9, 60, VOCAB_SIZE)
+    assert tokens == expected[: len(tokens)]
+    assert (len(tokens) == 60) == (mode == PAUSE_MODE_WAIT)
+    assert finished.error.reason == ("" if reason == "abort" else reason)
+    assert (finished.reason == FINISH_REASON_ABORT) == (reason == "abort")
+    info = await info_of(admin)
+    assert (info.pause_mode, info.fingerprint.weights) == (PAUSE_MODE_UNSPECIFIED, weights_fingerprint(checkpoint))
+    with pytest.raises(grpc.aio.AioRpcError, match="mode must be"):
+        await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint), mode=9))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def staging(socket_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[EngineAdminStub, Host]]:
+    """An engine that takes weights."""
+    settings = make_settings(socket_dir, staged_weights_dir=str(tmp_path / "staged"))
+    async with running_engine(settings) as host, ready_channel(host.address) as channel:
+        yield EngineAdminStub(channel), host
+
+
+def other_demo() -> bytes:
+    tensors = load_file(DEMO_MODEL / "model.safetensors")
+    return save({name: tensor + 1 for name, tensor in tensors.items()})
+
+
+async def pieces(data: bytes, size: int = 1 << 16) -> AsyncIterator[StageWeightsRequest]:
+    for start in range(0, len(data), size):
+        yield StageWeightsRequest(data=data[start : start + size])
+
+
+async def test_streamed_weights_are_loaded_by_their_path(staging: tuple[EngineAdminStub, Host], tmp_path: Path) -> None:
+    admin, host = staging
+    data = other_demo()
+    answer = await admin.StageWeights(pieces(data))
+    assert (Path(answer.path) / "model.safetensors").read_bytes() == data
+    assert (await info_of(admin)).fingerprint.weights == b"", "nothing is loaded yet"
+    await admin.ReloadWeights(ReloadWeightsRequest(path=answer.path))
+    assert (await info_of(admin)).fingerprint.weights == answer.weights == weights_fingerprint(Path(answer.path))
+    again = await admin.StageWeights(pieces(data))
+    assert again == answer
+    await can_serve(host)
+
+
+async def test_weights_of_shared_memory(staging: tuple[EngineAdminStub, Host]) -> None:
+    admin, _ = staging
+    shared = Path("/dev/shm") / f"tokenloom-test-{secrets.token_hex(6)}"
+    try:
+        shared.write_bytes(other_demo())
+        answer = await admin.StageWeights(iter([StageWeightsRequest(shared_memory=shared.name)]))
+    finally:
+        shared.unlink()
+    with safe_open(Path(answer.path) / "model.safetensors", "pt") as file:
+        assert len(file.keys()) > 3
+    await admin.ReloadWeights(ReloadWeightsRequest(path=answer.path))
+    with pytest.raises(grpc.aio.AioRpcError, match="alone in the first message"):
+        await admin.StageWeights(iter([StageWeightsRequest(shared_memory="name", data=b"x")]))
+
+
+async def test_a_stream_that_is_cut_leaves_the_old_weights(
+    staging: tuple[EngineAdminStub, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin, host = staging
+    before, data = await info_of(admin), other_demo()
+    call = admin.StageWeights()
+    await call.write(StageWeightsRequest(data=data[: len(data) // 2]))
+    refusal = await code_of(admin.StageWeights(pieces(data)))
+    while refusal != "RESOURCE_EXHAUSTED":  # the first stream may not have begun
+        refusal = await code_of(admin.StageWeights(pieces(data)))
+    call.cancel()
+    async with asyncio.timeout(30):
+        while any(entry.name.startswith(".part") for entry in (tmp_path / "staged").iterdir()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await code_of(admin.StageWeights(pieces(data[:-1]))) == "INVALID_ARGUMENT"
+    assert await code_of(admin.StageWeights(pieces(data[:40] + b"x" + data[41:]))) == "INVALID_ARGUMENT"
+    monkeypatch.setattr(weights, "STAGE_SECONDS", 0.05)
+    call = admin.StageWeights()
+    await call.write(StageWeightsRequest(data=data[:100]))
+    assert await code_of(call) == "DEADLINE_EXCEEDED"
+    assert not any(entry.name.startswith(".part") for entry in (tmp_path / "staged").iterdir())
+    assert await info_of(admin) == before
+    await can_serve(host)
+
+
+async def code_of(call: "grpc.aio.StreamUnaryCall[object, object]") -> str:
+    """The status with which a call ends."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+async def test_an_engine_without_a_folder_takes_no_weights(admin: EngineAdminStub) -> None:
+    assert await code_of(admin.StageWeights(pieces(b"x" * 100))) == "FAILED_PRECONDITION"
+
+
+def test_a_format_whose_tensors_are_not_replaced_is_refused_before_a_start(socket_dir: Path) -> None:
+    with pytest.raises(ValueError, match="--staged-weights-dir: load_format is dummy"):
+        make_settings(socket_dir, staged_weights_dir="/dev/shm/x", load_format="dummy")

@@ -29,9 +29,8 @@ from tokenloom import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from tokenloom.offline.async_llm import OutputCollector
 from tokenloom.offline.llm_engine import LLMEngine
-from tokenloom.offline.outputs import CompletionOutput, Logprob
+from tokenloom.offline.outputs import CompletionOutput, Logprob, OutputCollector
 
 MODEL = "tokenloom-demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -4,7 +4,14 @@ restarts."""
 import pytest
 
 from tests.services.coordinator.policies import DEFAULT_POLICY
-from tokenloom.request.errors import Aborted, FailedPrecondition, InvalidArgument, TokenloomError, Unavailable
+from tokenloom.request.errors import (
+    Aborted,
+    FailedPrecondition,
+    InvalidArgument,
+    TokenloomError,
+    Unavailable,
+    WeightsReplaced,
+)
 from tokenloom.services.coordinator.engines.engine_record import (
     MAX_REVISION,
     SILENT_SECONDS,
@@ -145,6 +152,7 @@ def test_the_pause_ends_with_the_last_part_that_is_woken() -> None:
         ([], Change(), InvalidArgument),
         ([], Change(weights=ReloadWeightsRequest(path="relative")), InvalidArgument),
         ([], Change(weights=ReloadWeightsRequest(path="/" * (MAX_PATH + 1))), InvalidArgument),
+        ([], Change(weights=ReloadWeightsRequest(path="/new", mode=9)), InvalidArgument),  # type: ignore[arg-type]
     ],
 )
 def test_a_change_that_does_not_follow_changes_nothing(
@@ -275,6 +283,15 @@ def test_another_process_takes_what_was_set_on_the_one_before() -> None:
 LOAD = Change(weights=ReloadWeightsRequest(path="/new"))
 
 
+def test_the_mode_of_new_weights_goes_to_the_engines() -> None:
+    wanted = WantedState(lambda: 0)
+    wanted.change(Change(weights=ReloadWeightsRequest(path="/new", mode=PAUSE_MODE_KEEP)))
+    assert (wanted.state.weights_path, wanted.state.weights_mode) == ("/new", PAUSE_MODE_KEEP)
+    assert not wanted.state.pause_mode
+    wanted.change(LOAD)
+    assert not wanted.state.weights_mode
+
+
 def with_weights(name: str, weights: bytes, **fields: object) -> EngineReport:
     report = first(name, **{"joins": JoinFacts(start_weights=b"old"), **fields})  # type: ignore[arg-type]
     report.identity.fingerprint.weights = weights
@@ -318,6 +335,8 @@ def test_requests_go_on_with_the_weights_they_began_with_until_these_are_replace
     assert picked(registry) == "a", "one that fails keeps no other from serving"
     reload(registry, engines[1])
     assert all(each.is_done for each in registry.progress([]))
+    with pytest.raises(WeightsReplaced):
+        picked(registry, b"old")
     assert {picked(registry) for _ in range(8)} == {"a", "b"}
 
 

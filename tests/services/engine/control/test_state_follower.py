@@ -11,7 +11,14 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control.state_follower import LONGEST_RETRY_SECONDS, StateFollower
 from tokenloom.v1.coordinator_pb2 import DesiredState, EngineSetting, StateProgress
-from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PAUSE_MODE_WAIT, WAKE_TAG_WEIGHTS, PauseMode, WakeTag
+from tokenloom.v1.engine_pb2 import (
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_KEEP,
+    PAUSE_MODE_WAIT,
+    WAKE_TAG_WEIGHTS,
+    PauseMode,
+    WakeTag,
+)
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_DECODE
 
 PAUSED = DesiredState(revision=2, pause_mode=PAUSE_MODE_WAIT, clear_cache=True)
@@ -207,6 +214,20 @@ async def test_weights_are_loaded_when_no_request_is_there_and_once_for_each_ver
     assert made.engine.calls[4:] == [("pause", PAUSE_MODE_KEEP, False), "run"]
     await made.take(with_weights(5, version=5))
     assert made.engine.calls[6:] == load
+
+
+@pytest.mark.parametrize("mode", [PAUSE_MODE_ABORT, PAUSE_MODE_KEEP])
+async def test_only_the_mode_wait_waits_for_requests(made: Follower, mode: PauseMode) -> None:
+    made.engine.failures.append(FailedPrecondition("KV from other engines is being loaded; retry"))
+    await made.take(with_weights(2, weights_mode=mode))
+    await settle()
+    pass_time(LONGEST_RETRY_SECONDS)
+    await settle()
+    assert [call for call in made.engine.calls if call != ("pause", mode, False)] == [("weights", "/new"), "run"]
+    await made.take(with_weights(3, version=3, weights_mode=mode, pause_mode=PAUSE_MODE_KEEP))
+    assert made.engine.calls[-3:] == [
+        ("pause", PAUSE_MODE_KEEP, False), ("weights", "/new"), ("pause", PAUSE_MODE_KEEP, False)
+    ]  # fmt: skip
 
 
 async def test_an_engine_that_was_started_with_other_weights_since_keeps_them(made: Follower) -> None:

@@ -18,6 +18,7 @@ from tokenloom.services.runtime.host.host_dependencies import Network
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.kv_transfer_pb2 import AcquireRequest, ProgressRequest, ReleaseRequest, RenewRequest
 from tokenloom.v1.kv_transfer_pb2_grpc import KVTransferStub
+from tokenloom.v1.types_pb2 import Fingerprint
 
 EPOCH = 77
 ACQUISITION = b"reading"
@@ -31,7 +32,8 @@ def core() -> FakeCore:
 @pytest.fixture
 async def stub(core: FakeCore, socket_dir: Path) -> AsyncIterator[Any]:
     link = KVLink(core)
-    server = serve_kv(Network(), f"unix:{socket_dir}/kv", KVTransferServicer(link, EPOCH), None, insecure=False)
+    servicer = KVTransferServicer(link, EPOCH, Fingerprint(weights=b"ours"))
+    server = serve_kv(Network(), f"unix:{socket_dir}/kv", servicer, None, insecure=False)
     await server.start()
     answering = asyncio.create_task(link.run(lambda verify: None))
     async with open_channel(server.address) as channel:
@@ -64,6 +66,16 @@ async def test_a_lease_can_be_taken_up_followed_renewed_and_released(stub: Any, 
     verdict = await stub.Release(release)
     assert (verdict.valid, verdict.reason, list(verdict.checksums)) == (True, "", [5, 5, 5])
     assert (await core.noted(KVRelease)).generations == [9, 9, 9]
+
+
+async def test_kv_of_other_weights_is_not_read(stub: Any, core: FakeCore) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="weights are not those of the reader") as refusal:
+        await stub.Acquire(acquire(weights=b"theirs"))
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert read_failure(refusal.value).reason == "weights"
+    assert not core.has_noted(KVAcquire)
+    for weights in (b"", b"ours"):
+        assert (await stub.Acquire(acquire(weights=weights))).transport == "shm"
 
 
 async def test_progress_tells_each_advance_once_until_all_is_ready(stub: Any, core: FakeCore) -> None:

@@ -60,7 +60,8 @@ async def test_the_first_token_comes_from_the_prefill_engine_and_the_rest_from_t
 
 async def test_each_leg_is_picked_when_it_is_due_and_within_the_pool_of_the_first(mesh: Mesh) -> None:
     ids = mesh.ids("Once upon")
-    mesh.coordinator.engines[0].fingerprint.weights = b"w"
+    for engine in mesh.coordinator.engines:
+        engine.fingerprint.weights = b"w"
     mesh.coordinator.engines[0].fingerprint.kv_layout = "HND"
     _, prefill = await prefilling(mesh, block_hash_prefixes=[3, 4])
     assert picks(mesh) == [PREFILL]

@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tokenloom.request import logprob_columns
-from tokenloom.services.output_processor.text.logprob_texts import PromptLogprobTexts, with_texts
+from tokenloom.services.output_processor.request.sample_output import PromptLogprobTexts, with_texts
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1.types_pb2 import Logprobs

@@ -1,0 +1,112 @@
+"""Gives weights to an engine of this program, as a safetensors file in shared memory, and makes such files."""
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenloom.model_files.staged_weights import StagedWeights, remove_if_unlocked
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PIECE_BYTES = 4 << 20
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = f"tokenloom-weights-{os.getuid()}-"
+# By the ends of torch's names.
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+}
+
+
+def tensor_file(tensors: "Mapping[str, Tensor]") -> Iterator[memoryview]:
+    """Yield a safetensors file in pieces of at most :data:`PIECE_BYTES`, without a copy of all tensors. They may be on
+    any device, and must not change meanwhile. Raises ``ValueError`` for a dtype that such files do not have."""
+    import torch
+
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        if (dtype := _DTYPES.get(str(tensor.dtype).removeprefix("torch."))) is None:
+            raise ValueError(f"{name} is {tensor.dtype}: safetensors files have none of this dtype")
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)  # tensors are aligned, and read faster
+    yield from _pieces(memoryview(struct.pack("<Q", len(head)) + head))
+    for tensor in tensors.values():
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        yield from _pieces(flat.numpy().data)
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+
+
+class OwnWeights:
+    """Keeps the weights that a program has given to its engine, in a folder that ends with this object."""
+
+    def __init__(self, loaded: Path) -> None:
+        """``loaded``: the checkpoint that the engine has. Raises ``TokenloomError`` as :class:`.StagedWeights`."""
+        folder, lock = _own_folder()
+        try:
+            self._staged = StagedWeights(folder, loaded)
+        except BaseException:
+            _remove(folder, lock)
+            raise
+        self.close = weakref.finalize(self, _remove, folder, lock, self._staged)
+
+    def write(self, tensors: "Mapping[str, Tensor]") -> Path:
+        """Return a checkpoint with these tensors. Raises ``TokenloomError`` if they are not those of the loaded one, in
+        names, dtypes and shapes, ``ValueError`` as :func:`tensor_file`."""
+        incoming = self._staged.begin()
+        try:
+            for piece in tensor_file(tensors):
+                incoming.write(piece)
+            path, _ = incoming.finish()
+        finally:
+            incoming.discard()
+        return path
+
+    def use(self, path: Path) -> None:
+        """Note that the engine has loaded a checkpoint."""
+        self._staged.use(path)
+
+
+def _own_folder() -> tuple[Path, int]:
+    """Make a folder, in memory where the system has a place for it, and return it with its lock. Remove those that
+    processes of this user which were killed have left."""
+    place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    for entry in place.glob(f"{_PREFIX}*"):
+        remove_if_unlocked(entry)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def _remove(folder: Path, lock: int, staged: StagedWeights | None = None) -> None:
+    if staged is not None:
+        staged.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

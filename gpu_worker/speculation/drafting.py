@@ -56,7 +56,8 @@ class Drafting:
         """Load what drafts. Raises ``ValueError`` naming what does not fit the model. ``target_path`` returns where the
         weights of the target are from, among which are those of its own head (MTP)."""
         self._config = config
-        self._loader = replace(loader, load_format="auto")  # what drafts has weights of its own
+        # What drafts has weights of its own, and is computed by built-in layers, whatever computes the model.
+        self._loader = loader = replace(loader, load_format="auto", model_impl="auto")
         self._target = target
         self._target_path = target_path
         self._proposers: list[ModelProposer] = []

@@ -74,7 +74,9 @@ class Mesh:
         if "--num-kv-blocks" not in flags and base != "encoder":
             flags += ["--num-kv-blocks", "400"]
         if base != "encoder":
-            flags += ["--max-model-len", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"]
+            # Modules of transformers compute prompts of states in whole chunks of 64 tokens, beside a token of each.
+            budget = "128" if {"states", "transformers' modules"} <= set(names) else "64"
+            flags += ["--max-model-len", "256", "--max-num-batched-tokens", budget, "--max-num-seqs", "8"]
         self._directory = directory
         arguments = (str(self._model), "--device", "cpu", *_PLAIN, *flags)
         self._served = self._start(arguments)
@@ -107,20 +109,27 @@ class Mesh:
         features do in between. Raises :class:`Refused` and, for other statuses and for two rounds that differ,
         ``AssertionError``."""
         first = self._round(task)
-        self._between()
+        self._between(task)
         second = self._round(task)
         assert all(map(equal, first, second)), f"the second time the answers differ: {first} and {second}"
         return first, self._seen()
 
-    def _between(self) -> None:
+    def _between(self, task: Task) -> None:
         if "sleep" in self.names:
             self._admin("/sleep?level=1")
             self._admin("/wake_up")
         if "reload" in self.names:
             self._admin(f"/reload_weights?path={self._model}")
-        if "offload" in self.names:  # other prompts drive these out of the cache
-            others = [[(index * 97 + position * 13) % 480 + 5 for position in range(200)] for index in range(8)]
-            for prompt in others:
+        if "offload" not in self.names:
+            return
+        if "sleep" in self.names:  # which forgets all KV, that of the file too
+            self._round(task)
+        most = 200 if self._base == "images" else 480
+        for index in range(8):  # other prompts drive those of the rounds out of the cache
+            prompt = [(index * 97 + position * 13) % most + 5 for position in range(200)]
+            if task == "vectors":
+                self._vector(prompt)
+            else:
                 self._post("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 1})
 
     def _admin(self, path: str) -> None:

@@ -65,13 +65,19 @@ class ModelFiles:
     def adapter(self, base: str) -> Path:
         """Return a LoRA adapter for the model."""
         plain = self.of(base, "").model
-        return self._once(f"adapter of {base}", lambda path: save_adapter(path, plain, rank=8))
+        return self._once(f"adapter of {base}", lambda path: _adapter(path, plain))
 
     def _once(self, name: str, write: Callable[[Path], object]) -> Path:
         path = self._directory / name
         if not path.exists():
             write(path)
         return path
+
+
+def _adapter(path: Path, plain: Path) -> None:
+    """Write an adapter of the layers that read text: it may not change how images are read."""
+    file = save_adapter(path, plain, rank=8) / "adapter_model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if "vision_tower" not in name}, file)
 
 
 def _plain_of_gguf(path: Path) -> None:
@@ -93,7 +99,11 @@ def _dense(path: Path, **entries: Any) -> None:
 
 def _window(path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
-    _dense(path, use_sliding_window=True, sliding_window=24, layer_types=kinds, max_window_layers=0)
+    windows = {"use_sliding_window": True, "sliding_window": 24, "layer_types": kinds, "max_window_layers": 0}
+    _dense(path, tie_word_embeddings=False, **windows)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    _repeat(path)
 
 
 def _experts(path: Path) -> None:
@@ -104,16 +114,22 @@ def _experts(path: Path) -> None:
         "num_experts_per_tok": 2,
     }
     made = save_random("qwen3_moe", path.parent / "made", head_dim=32, norm_topk_prob=True, **sizes, **_SIZES)
-    # Random weights write no token twice within 16, so no draft from the text was right. With some tokens that are
-    # likelier than others, experts still decide which.
-    tensors = load_file(made / "model.safetensors")
-    tensors["lm_head.weight"][_OFTEN] *= 3
-    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    _repeat(made)
     add_demo_tokenizer(made).rename(path)
 
 
+def _repeat(model: Path) -> None:
+    """Make some tokens likelier, of which the layers still decide which: random weights write no token twice within 16,
+    so that no draft from the text would be right."""
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"][_OFTEN] *= 3
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
 def _states(path: Path) -> None:
-    add_demo_tokenizer(write_model("qwen3_5_text", path, **_SIZES))
+    written = write_model("qwen3_5_text", path, **_SIZES)
+    _repeat(written)
+    add_demo_tokenizer(written)
 
 
 def _images(path: Path) -> None:

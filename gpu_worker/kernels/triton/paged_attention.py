@@ -132,10 +132,13 @@ def attend(
         places = tile * TILE + tl.arange(0, TILE)
         # Blocks before a window, and slots behind the last token, may hold another request's values, or NaN.
         is_key = (places >= begin) & (places < end)
+        if PADDED_HEAD > 128:
+            blocks = tl.load(table + places // BLOCK, mask=is_key, other=0)
         offsets = ((blocks.to(tl.int64) * num_kv_heads + head) * BLOCK + places % BLOCK) * CACHE_HEAD
-        # Those of the next tile, a turn ahead. A load that the loads of keys and values wait for in the same turn
-        # takes stages of the loop, and left them one buffer each.
-        blocks = tl.load(table + (places + TILE) // BLOCK, mask=places + TILE < end, other=0)
+        # Those of the next tile, a turn ahead, but with large heads, for which registers would not suffice. A load that
+        # those of keys and values wait for in the same turn takes stages of the loop, and left them one buffer each.
+        if PADDED_HEAD <= 128:
+            blocks = tl.load(table + (places + TILE) // BLOCK, mask=places + TILE < end, other=0)
         at = offsets[:, None] + dims[None, :]
         if CACHE_HEAD == PADDED_HEAD:
             is_element = is_key[:, None]

@@ -108,7 +108,7 @@ class _Backend:
 
 
 class _Model:
-    config = SimpleNamespace(computes_logits=True)
+    config = SimpleNamespace(computes_logits=True, states=None)
 
     def __init__(self, rows: int) -> None:
         torch.manual_seed(0)

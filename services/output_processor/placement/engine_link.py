@@ -408,7 +408,7 @@ class EngineLinks:
     async def _check(self, identity: EngineIdentity, found: Callable[[bool], None]) -> None:
         try:
             await self.get(identity, even_left=True)  # its hello names the incarnation
-        except errors.Unavailable:
+        except Exception:  # whatever keeps it from saying hello: its request must not wait for ever
             found(False)
         else:
             found(True)

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -91,6 +91,10 @@ class CutKind(NamedTuple):
     afters: Sequence[str]
     """What may stand behind it."""
 
+    def is_between(self, one: str, other: str) -> bool:
+        """Return whether such a place is between two texts."""
+        return any(match.end() == len(one) for match in re.finditer(self.pattern, one + other))
+
 
 # Patterns of pre-tokenizers end a match behind a line's end, or begin one with the blank before a word; GPT-2's do only
 # the latter.
@@ -98,14 +102,14 @@ CUT_KINDS: Final = (
     CutKind(
         "line",
         r"\n(?=[^\W_])",
-        r"[\nĊ][A-Za-z0-9]",
+        r"\n[^\W_]|Ċ[A-Za-z0-9Â-ô]",  # vocabularies of bytes spell the first byte of other letters as Â to ô
         ("\n", "\n\n", " \n", "\n \n", "\t\n", "\r\n", ")\n", ");\n\n", ".\n", "\u3000\n", "1\n", "<\n", "-- \n"),
         ("a", "The", "I'm", "2", "2024", "10th", "é", "Ω", "你好", "こ", "한", "ш", "ب", "हि", "ก", "x_y"),
     ),
     CutKind(
         "word",
         r"[A-Za-z](?= [A-Za-z])",
-        r"[A-Za-z][ Ġ▁][A-Za-z]",
+        r"[A-Za-z][ Ġ▁]",
         ("a", "the", "THE", "it's", "we'll", "x", "\nZ", "2nd", "éa", "你a", "_b", "don't", "e\u0301q", "\tq", "<a"),
         (" a", " The", " I'm", " s", " re the", " ll", " x2", " q\u0301", " NOT", " b_c", " eé"),
     ),
@@ -151,7 +155,10 @@ class CutTrials:
         num_before, num_after = (mask.index(True) if any(mask) else 0 for mask in (is_text, is_text[::-1]))
         self._prefix, self._suffix = around.ids[:num_before], around.ids[len(around.ids) - num_after :]
         self._vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=False))
-        self._added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._added = [token.content for token in added]
+        self._stripping = [token.content for token in added if token.lstrip or token.rstrip]
+        """Take the blanks beside them. Among thousands of tokens chance would not choose each of these few."""
         spelled = [token.translate(_SPELLED) for token in self._vocabulary]
         some = Random(0).sample(spelled, min(len(spelled), 4000))
         blanks = [token for token in spelled if token.isspace()]
@@ -171,12 +178,12 @@ class CutTrials:
         is_crossing, is_cut = re.compile(kind.crossing).search, re.compile(kind.pattern).search
         if any(map(is_crossing, self._vocabulary)) or any(map(is_cut, self._added)):
             return False
-        texts, encode = _texts(kind, self._pieces), self._tokenizer.encode_batch_fast
-        for number in range(-(-num_texts // _TEXTS_AT_ONCE)):
+        texts = chain(_texts_with(self._stripping, kind), islice(_texts(kind, self._pieces), num_texts))
+        encode, adds = self._tokenizer.encode_batch_fast, True
+        while pairs := list(islice(texts, _TEXTS_AT_ONCE)):
             if not self._is_wanted():
                 return False
-            pairs = list(islice(texts, _TEXTS_AT_ONCE))
-            adds = number % 2 == 1  # special tokens around every second batch
+            adds = not adds  # special tokens around every second batch
             prefix, suffix = (self._prefix, self._suffix) if adds else ([], [])
             wholes = encode([one + other for one, other in pairs], add_special_tokens=adds)
             sides = [encode(list(side), add_special_tokens=False) for side in zip(*pairs, strict=True)]
@@ -186,13 +193,16 @@ class CutTrials:
         return True
 
 
+def _texts_with(tokens: Sequence[str], kind: CutKind) -> Iterator[tuple[str, str]]:
+    """Yield texts with each token on either side of a cut, if it may stand there."""
+    for token in tokens:
+        pairs = chain(((token, after) for after in kind.afters), ((before, token) for before in kind.befores))
+        yield from (pair for pair in pairs if kind.is_between(*pair))
+
+
 def _texts(kind: CutKind, pieces: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
     """Yield texts, each as both sides of a cut."""
-    random, find = Random(kind.name), re.compile(kind.pattern).finditer
-
-    def is_between(one: str, other: str) -> bool:
-        return any(match.end() == len(one) for match in find(one + other))
-
+    random, is_between = Random(kind.name), kind.is_between
     ends = [each for of_kind in pieces for each in of_kind if is_between(each, kind.afters[0])] or kind.befores
     starts = [each for of_kind in pieces for each in of_kind if is_between(kind.befores[0], each)] or kind.afters
     while True:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -91,6 +91,31 @@ def test_no_text_of_ten_thousand_differs_with_the_demo_model() -> None:
 )
 def test_each_tokenizer_is_cut_only_where_it_may_be(make: Callable[[], Tokenizer], expected: list[str]) -> None:
     assert kinds(make()) == expected
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [(AddedToken("END", rstrip=True), ["line"]), (AddedToken("SEP", lstrip=True), ["word"])],
+)
+def test_a_token_that_takes_blanks_is_tried_among_thousands(token: AddedToken, expected: list[str]) -> None:
+    words = [f"{number:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for number in range(9000)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(["[UNK]", *words])}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|\s*\n|[^\sA-Za-z]|\s"), "isolated")
+    assert kinds(tokenizer, 200) == ["line", "word"]
+    tokenizer.add_tokens([token])
+    assert kinds(tokenizer, 200) == expected
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [("Q▁", ["line"]), ("Q▁▁", ["line"]), ("\nж", ["word"]), ("Ċ\u00d7", ["word"])],
+)
+def test_one_token_across_a_cut_is_enough(token: str, expected: list[str]) -> None:
+    trials = CutTrials(TOKENIZER)
+    trials._vocabulary.append(token)
+    found = trials.find(200)
+    assert found is not None
+    assert [kind.name for kind in found.kinds] == expected
 
 
 def test_a_search_that_is_not_wanted_any_more_ends() -> None:

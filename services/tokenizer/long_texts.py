@@ -43,7 +43,7 @@ _SECONDS = 120.0
 _START_SECONDS = 60.0
 _NICENESS = 10
 _TEXTS_AT_ONCE = 200
-_ENTRY_BYTES = 400
+_ENTRY_BYTES = 500
 """What a kept chunk takes beside its text and its ids."""
 _MOST_OF_ONE = 16
 """A chunk takes at most one of so many parts of the room."""
@@ -228,44 +228,49 @@ class ChunkCache:
         """``max_bytes``: room for chunks with their ids; those used longest ago give way."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._scopes: OrderedDict[Scope, OrderedDict[str, bytes]] = OrderedDict()
-        self._sizes: dict[Scope, int] = {}
+        # By tenant and not by scope: a client chooses salts, as many as it likes.
+        self._tenants: OrderedDict[str, OrderedDict[tuple[bytes, str], bytes]] = OrderedDict()
+        self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def find(self, scope: Scope, chunks: Sequence[str]) -> list[bytes | None]:
         """Return the packed ids of each chunk; None: they are not kept."""
+        tenant, salt = scope
         with self._lock:
-            if (kept := self._scopes.get(scope)) is None:
+            if (kept := self._tenants.get(tenant)) is None:
                 return [None] * len(chunks)
-            self._scopes.move_to_end(scope)
-            found = [kept.get(chunk) for chunk in chunks]
-            for chunk, ids in zip(chunks, found, strict=True):
+            self._tenants.move_to_end(tenant)
+            keys = [(salt, chunk) for chunk in chunks]
+            found = [kept.get(key) for key in keys]
+            for key, ids in zip(keys, found, strict=True):
                 if ids is not None:
-                    kept.move_to_end(chunk)
+                    kept.move_to_end(key)
             return found
 
     def put(self, scope: Scope, chunk: str, ids: bytes) -> None:
         """Keep the packed ids of a chunk, if it is not too large."""
-        size = _size(chunk, ids)
+        tenant, salt = scope
+        key, size = (salt, chunk), _size(chunk, ids)
         with self._lock:
-            if size > self._max_bytes // _MOST_OF_ONE or chunk in self._scopes.get(scope, ()):
+            if size > self._max_bytes // _MOST_OF_ONE or key in self._tenants.get(tenant, ()):
                 return
-            self._scopes.setdefault(scope, OrderedDict())[chunk] = ids
-            self._scopes.move_to_end(scope)
-            self._sizes[scope] = self._sizes.get(scope, 0) + size
+            self._tenants.setdefault(tenant, OrderedDict())[key] = ids
+            self._tenants.move_to_end(tenant)
+            self._sizes[tenant] = self._sizes.get(tenant, 0) + size
             self.num_bytes += size
             while self.num_bytes > self._max_bytes:
                 # One that has more than half of the room makes room itself: it cannot drive out all others.
-                is_large = self._sizes[scope] > self._max_bytes // 2
-                self._drop_oldest(scope if is_large else next(iter(self._scopes)))
+                is_large = self._sizes[tenant] > self._max_bytes // 2
+                self._drop_oldest(tenant if is_large else next(iter(self._tenants)))
 
-    def _drop_oldest(self, scope: Scope) -> None:
-        kept = self._scopes[scope]
-        size = _size(*kept.popitem(last=False))
+    def _drop_oldest(self, tenant: str) -> None:
+        kept = self._tenants[tenant]
+        (_, chunk), ids = kept.popitem(last=False)
+        size = _size(chunk, ids)
         self.num_bytes -= size
-        self._sizes[scope] -= size
+        self._sizes[tenant] -= size
         if not kept:
-            del self._scopes[scope], self._sizes[scope]
+            del self._tenants[tenant], self._sizes[tenant]
 
 
 def _size(chunk: str, ids: bytes) -> int:

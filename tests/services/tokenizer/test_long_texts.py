@@ -164,6 +164,13 @@ class TestCache:
             cache.put(MINE, f"chunk {number}", pack([number]))
         assert cache.find(OTHERS, ["kept"]) == [pack([1])]
 
+    def test_a_tenant_with_many_salts_does_not_drive_out_another(self) -> None:
+        cache = ChunkCache(16_000)
+        cache.put(OTHERS, "kept", pack([1]))
+        for number in range(1000):
+            cache.put((MINE[0], b"%d" % number), "chunk", pack([number]))
+        assert cache.find(OTHERS, ["kept"]) == [pack([1])]
+
     def test_many_tenants_share_the_room(self) -> None:
         cache = ChunkCache(16_000)
         for number in range(1000):

@@ -364,6 +364,8 @@ class LongTexts:
         self._is_closed = True
 
     def _find_behind_others(self) -> None:
+        # The library's own threads, which all texts share, are as nice as the thread whose text starts them.
+        self._tokenizer.encode_batch_fast([""])
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self.find_cuts()
 

@@ -1,6 +1,8 @@
 """Texts that are encoded by chunks have the ids that they have as a whole, and chunks of others are never found."""
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -116,6 +118,23 @@ def test_one_token_across_a_cut_is_enough(token: str, expected: list[str]) -> No
     found = trials.find(200)
     assert found is not None
     assert [kind.name for kind in found.kinds] == expected
+
+
+def test_the_threads_of_the_library_begin_before_the_search_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    niceness: list[int] = []
+
+    class Noting:
+        def encode_batch_fast(self, texts: list[str]) -> None:
+            niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    texts, own = Texts().texts, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    texts._tokenizer = Noting()  # type: ignore[assignment]
+    monkeypatch.setattr(texts, "find_cuts", lambda: texts._tokenizer.encode_batch_fast([]))
+    thread = threading.Thread(target=texts._find_behind_others)
+    thread.start()
+    thread.join()
+    assert niceness[0] == own
+    assert niceness[1] == max(own, 10)
 
 
 def test_a_search_that_is_not_wanted_any_more_ends() -> None:

@@ -116,7 +116,7 @@ class TokenizerServicer(TokenizerServicerBase):
         await stage.begin(request.tenant, size)
         try:
             prompt = None
-            if size > CHUNKED_CHARS and _is_one_text(request):
+            if size > CHUNKED_CHARS and _is_one_text(request) and len(request.texts[0]) > CHUNKED_CHARS:
                 prompt = await self._by_chunks(request.texts[0], request, special=request.add_special_tokens)
             if prompt is not None:
                 response = EncodeResponse(prompts=[prompt])

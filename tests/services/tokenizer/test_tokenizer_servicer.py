@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -126,9 +126,9 @@ async def test_info(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:
 async def test_bad_input_names_its_field(
     stub: "TokenizerAsyncStub", request_: EncodeRequest | EncodeChatRequest, field: str
 ) -> None:
-    call = stub.Encode if isinstance(request_, EncodeRequest) else stub.EncodeChat
+    call: Any = stub.Encode if isinstance(request_, EncodeRequest) else stub.EncodeChat
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await call(request_)  # type: ignore[operator]
+        await call(request_)
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in (failure.value.details() or "")
 
@@ -250,6 +250,19 @@ async def test_the_next_turn_of_a_long_conversation_finds_its_chunks(
         assert now is not None
         assert cached is not None
         assert now - cached > 0.9 * packed_ids.num_ids(longer)
+
+
+async def test_texts_are_cut_by_their_characters(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+
+    async def note(_: object, text: str, *rest: object, **names: object) -> None:
+        lengths.append(len(text))
+
+    monkeypatch.setattr(long_texts.LongTexts, "encode", note)
+    async with _serving(socket_dir) as stub:
+        for text in ("a" * 8192, "日" * 8192, "a" * 8193):
+            assert (await stub.Encode(EncodeRequest(texts=[text]))).prompts[0].token_ids
+    assert lengths == [8193]
 
 
 async def test_a_process_that_ends_is_replaced(socket_dir: Path) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ class WorkerWatch:
 
     Attributes:
         fd: Readable once a worker has ended.
-        failure: Which worker ended, and how; empty while all run.
+        failure: Which worker ended, and how; empty while all run. One that a signal ended is named before others.
     """
 
     def __init__(self) -> None:
@@ -49,6 +48,9 @@ class WorkerWatch:
         os.set_blocking(self.fd, False)
         self.failure = ""
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)  # notified of each end
+        self._num_running = 0
+        self._was_killed = False  # whether a signal has ended a worker
         self._generation = 0  # of workers: the end of an earlier one is no failure
         self._on_failure: Callable[[], None] = lambda: None
 
@@ -61,6 +63,7 @@ class WorkerWatch:
 
     def begin(self, workers: Sequence[WorkerProcess]) -> None:
         """Watch these workers."""
+        self._num_running = len(workers)
         for worker in workers:
             threading.Thread(
                 target=self._wait, args=(worker, self._generation), name="worker-monitor", daemon=True
@@ -70,16 +73,17 @@ class WorkerWatch:
         """Watch none any more: the present workers are about to be ended."""
         with self._lock:
             self._generation += 1
-            self.failure = ""
+            self.failure, self._was_killed = "", False
             with contextlib.suppress(BlockingIOError):
                 while os.read(self.fd, 64):
                     pass
 
-    def wait_failure(self, seconds: float) -> None:
-        """Return once a worker has ended, or after so many seconds."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        poll.poll(math.ceil(1e3 * seconds))
+    def was_killed(self, seconds: float) -> bool:
+        """Return whether a signal has ended a worker: once one has, once all workers have ended, or after so many
+        seconds."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._was_killed or not self._num_running, seconds)
+            return self._was_killed
 
     def close(self, reason: str) -> None:
         """Release the descriptors, and let ``reason`` be the failure unless there is one. No worker may be watched."""
@@ -93,13 +97,18 @@ class WorkerWatch:
             # Replacing a failed worker ends the healthy ones of its generation too, which is no failure.
             if generation != self._generation:
                 return
-            self.failure = f"worker {worker.rank} ended with status {status}"
+            is_killed = status < 0 and not self._was_killed
+            if is_killed or not self.failure:
+                self.failure = f"worker {worker.rank} ended with status {status}"
+            self._was_killed |= is_killed
+            self._num_running -= 1
             os.write(self._write_fd, b"\0")
             self._on_failure()
+            self._ended.notify_all()
 
 
 _END_SECONDS = 2.0
-"""How long the end of another worker may take to be reported once a rank has failed."""
+"""How long the end of a killed worker may take to be reported once another rank has failed."""
 _SEND_POLL_MS = 20
 """How often to check, while a worker takes no message, that its process still runs."""
 
@@ -382,11 +391,11 @@ class MultiprocExecutor:
             raise error
 
     def _await_end(self) -> None:
-        """Raise ``WorkerLostError`` if a rank has failed because another one has ended."""
+        """Raise ``WorkerLostError`` if a rank has failed because another one was killed."""
         # The system closes the connections of a killed process before it reports its end: another rank fails first,
-        # and the core would end instead of replacing the workers.
-        if len(self.workers) > 1:
-            self._watch.wait_failure(_END_SECONDS)
+        # and the core would end instead of replacing the workers. A rank whose step fails ends too, but with a status
+        # of its own (``WorkerProc``): other workers would fail like it.
+        if len(self.workers) > 1 and self._watch.was_killed(_END_SECONDS):
             self._check_alive()
 
     def _check_alive(self) -> None:

@@ -147,7 +147,7 @@ class ResetWorker(HashWorker):
         self.rank = config.parallel.rank
 
     def execute_model(self, scheduler_output):
-        if self.rank == 0:
+        if self.rank == 0 or not IS_KILLED:
             raise RuntimeError("Connection reset by peer")
         threading.Event().wait(0.2)  # the system is still giving its memory back
         os.kill(os.getpid(), signal.SIGKILL)
@@ -245,16 +245,31 @@ def test_a_failed_step_is_raised_to_the_caller(tmp_path: Path) -> None:
     core.shutdown()
 
 
-@pytest.mark.parametrize("is_dummy", [False, True])
-def test_a_rank_that_fails_because_another_was_killed_is_no_failure_of_its_own(tmp_path: Path, is_dummy: bool) -> None:
+def fail_in_two(tmp_path: Path, *, is_killed: bool, is_dummy: bool) -> ExecutorFailedError:
+    """Return the error of two workers of which the first one fails, and the other one fails or is killed."""
     script = tmp_path / "worker.py"
-    script.write_text(RESET_WORKER)
-    executor = MultiprocExecutor(make_config(), [sys.executable, str(script)], world_size=2)
-    core = EngineCore(make_config(), executor)
+    script.write_text(RESET_WORKER.replace("IS_KILLED", str(is_killed)))
+    config = msgspec.structs.replace(make_config(), parallel=ParallelConfig(tensor_parallel_size=2))
+    executor = MultiprocExecutor(config, [sys.executable, str(script)])
+    core = EngineCore(config, executor)
     core.add_request(make_request("a", [1, 2]))
-    with pytest.raises(WorkerLostError, match="worker 1 ended with status -9"):
+    with pytest.raises(ExecutorFailedError) as failed:
         executor.collective_rpc("execute_dummy_batch") if is_dummy else core.step()
     core.shutdown()
+    return failed.value
+
+
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_a_rank_that_fails_because_another_was_killed_is_no_failure_of_its_own(tmp_path: Path, is_dummy: bool) -> None:
+    error = fail_in_two(tmp_path, is_killed=True, is_dummy=is_dummy)
+    assert (type(error), str(error)) == (WorkerLostError, "worker 1 ended with status -9")
+
+
+def test_ranks_that_end_because_their_step_failed_are_not_lost(tmp_path: Path) -> None:
+    """Others in their place would fail like them, and nobody would learn why."""
+    error = fail_in_two(tmp_path, is_killed=False, is_dummy=False)
+    assert type(error) is ExecutorFailedError
+    assert str(error)[len("worker 0") :] == ": RuntimeError: Connection reset by peer"
 
 
 def test_a_killed_worker_fails_the_waiting_step_and_wakes_an_idle_core() -> None:

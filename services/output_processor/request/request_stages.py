@@ -139,17 +139,18 @@ class RequestStages:
         """End with an error."""
         self._end(self._output.fail, error)
 
-    def _place(self, role: EngineRole, pick: PendingPick | None = None) -> None:
-        """Begin a placement, which takes the place of the one under way."""
+    def _place(self, role: EngineRole, pick: PendingPick | None = None, *, is_retry: bool = False) -> None:
+        """Begin a placement, which takes the place of the one under way. ``is_retry``: it was counted as an attempt."""
         self._cancel_placement()
-        self._placement = self._tasks.spawn(self._run_placement(role, pick), name=f"place {self._submit.request_id}")
+        placement = self._run_placement(role, pick, is_retry)
+        self._placement = self._tasks.spawn(placement, name=f"place {self._submit.request_id}")
 
     def _cancel_placement(self) -> None:
         if self._placement is not None:
             self._placement.cancel()
             self._placement = None
 
-    async def _run_placement(self, role: EngineRole, pick: PendingPick | None) -> None:
+    async def _run_placement(self, role: EngineRole, pick: PendingPick | None, is_retry: bool) -> None:
         """Find an engine and send the leg. A failure ends this sample, never the gateway's stream."""
         output = self._output
         started = output.clock()
@@ -167,7 +168,7 @@ class RequestStages:
             self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
         except Exception as error:
             self._placement = None
-            if isinstance(error, errors.EngineKiller):
+            if is_retry and isinstance(error, errors.EngineKiller):
                 output.num_attempts -= 1  # counted when the engine was lost, and not made
             if role == _PREFILL or self._handed_over:  # otherwise it is placed again when it is due
                 self.fail(error)
@@ -352,7 +353,7 @@ class RequestStages:
         # sent, the lease covers only the prompt and the sample begins anew; with other weights the KV is useless.
         if attempt is self._decode and not attempt.has_output and self._pool is not None:
             self._decode = None
-            self._place(_DECODE)
+            self._place(_DECODE, is_retry=True)
             return
         self._end_decode()
         self._drop_kv()
@@ -360,7 +361,7 @@ class RequestStages:
         self._handed_over = False
         # As a new request whose prompt ends with the tokens so far, so no path exists that only failures take, and a
         # long output does not disturb the decodes of the next engine.
-        self._place(_PREFILL)
+        self._place(_PREFILL, is_retry=True)
 
     def _hand_over(self, attempt: EngineAttempt, finished: Finished) -> None:
         """Continue on the engine of the decode leg, or place that leg: the first token has arrived."""

@@ -20,7 +20,8 @@ from tests.services.output_processor.legs import (
     prefilling,
     roles,
 )
-from tokenloom.request.errors import ResourceExhausted
+from tokenloom.request.errors import EngineKiller, ResourceExhausted
+from tokenloom.services.output_processor.placement.engine_search import Lifetime
 from tokenloom.v1.engine_pb2 import Finished, SessionTurn
 
 __all__ = ["roles"]  # a fixture
@@ -136,6 +137,27 @@ async def test_a_decode_leg_that_cannot_be_placed_early_is_placed_when_it_is_due
     assert list(decode.add.accepted_token_ids) == ids[:1]
     decode.finish(1)
     assert (await gateway.until_finished(1))[2].reason == LENGTH
+
+
+async def test_a_sample_whose_request_has_killed_engines_elsewhere_ends_and_counts_its_own_attempt(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another sample has lost them. The decode leg is refused early, and once more when it is due."""
+    ids = mesh.ids("Once upon")
+    gateway, prefill = await prefilling(mesh)
+
+    refused = asyncio.Event()
+
+    async def settled(_: Lifetime) -> None:
+        refused.set()
+        raise EngineKiller("The engine died 2 times.")
+
+    monkeypatch.setattr(Lifetime, "settled", settled)
+    prefill.stream.grant(prefill.slot)
+    await asyncio.wait_for(refused.wait(), SOON)
+    prefill.stream.prefilled(prefill.slot, 0, ids[:1])
+    _, _, finished = await gateway.until_finished(1)
+    assert (finished.error.reason, finished.attempts) == (EngineKiller.reason, 1)
 
 
 @pytest.mark.parametrize("is_long", [False, True])

@@ -23,8 +23,9 @@ MAX_BRANCHES = 8192
 """Lines of turns that are remembered; the one whose last turn is oldest is forgotten first."""
 MAX_TENANT_BRANCHES = 1024
 """Those of one tenant, which take no more than 5 MiB."""
-MAX_SESSION_BRANCHES = 8
-"""Lines of one session that a prompt is compared with, those whose last turns are latest."""
+MAX_SESSION_BRANCHES = 16
+"""Lines of one session that a prompt is compared with, those whose last turns are latest: one that waits for sub-agents
+which it has started side by side (agents start up to ten) is among them."""
 TURNS = 16
 """Turns of a line at whose ends another line may begin."""
 FORGET_SECONDS = 1800.0
@@ -266,7 +267,7 @@ class SessionTable:
         branch.intervals = branch.intervals.with_one(now - branch.began_at)
         branch.num_turns += 1
         session.num_lost = 0
-        # The oldest line of a session is its main one: sub-agents that begin beside it must not let it be forgotten.
+        # The line that began first is mostly the main one, which goes on: it is not the first to be forgotten.
         session.branches.remove(branch)
         session.branches.append(branch)
         branch.began_at = now

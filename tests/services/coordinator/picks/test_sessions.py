@@ -168,6 +168,19 @@ def test_the_main_line_of_a_session_outlives_the_many_that_begin_beside_it() -> 
         assert turn.branch == main.branch
 
 
+def test_the_main_line_of_a_session_outlives_the_ten_that_run_side_by_side() -> None:
+    """It goes on when they have ended: its last turn is older than all of theirs."""
+    mesh = Mesh()
+    main = mesh.turn(chain((1, LONG)), session=9)
+    assert main is not None
+    for count in range(10, 19, 4):
+        for number in range(10):
+            mesh.turn(chain((2 + number, count)), B, session=9, after=1.0)
+    turn = mesh.turn(chain((1, LONG + 4)), session=9, after=1.0)
+    assert turn is not None
+    assert (turn.branch, turn.past_tokens) == (main.branch, LONG * BLOCK_SIZE)
+
+
 def test_a_branch_leaves_an_earlier_turn_and_is_expected_like_it() -> None:
     mesh = Mesh()
     for count in (LONG, LONG + 4, LONG + 8, LONG + 12):

@@ -60,7 +60,9 @@ def download(model: str, *, weights: bool = True, cache: HubCache | None = None)
         # A cache in which only the description of a model was fetched looks complete to the hub's library.
         if not weight_paths(path):
             raise NotFound(
-                f"model {model!r}: the hub's repository has no weights ({_SAFETENSORS} or {_PICKLED})", field="model"
+                f"model {model!r}: the hub's repository has no weights in files that an engine reads: {_WHOLE} or "
+                f"{_PARTS}, those that {_WHOLE}.index.json names, or {_PICKLED}",
+                field="model",
             )
     if not (path / "config.json").is_file():
         raise NotFound(f"model {model!r}: the hub's repository has no config.json", field="model")

@@ -124,9 +124,13 @@ def test_a_repository_without_a_model(tmp_path: Path, mirror: HubMirror) -> None
         fetch(tmp_path)
 
 
-def test_a_snapshot_without_weights_is_not_complete(tmp_path: Path, mirror: HubMirror) -> None:
+@pytest.mark.parametrize("more", [(), ("consolidated.safetensors",)])
+def test_a_snapshot_without_weights_is_not_complete(more: tuple[str, ...], tmp_path: Path, mirror: HubMirror) -> None:
     (mirror.directory / "pytorch_model.bin").unlink()
+    for name in more:
+        (mirror.directory / name).write_text("weights in the format of their authors")
+    reason = r"has no weights in files that an engine reads: model\.safetensors or model-\*\.safetensors, those that"
     for cache in (HubCache(tmp_path / "cache"), HubCache(tmp_path / "cache", cached_only=True)):
-        with pytest.raises(NotFound, match="the hub's repository has no weights"):
+        with pytest.raises(NotFound, match=reason):
             download("facebook/opt-125m", cache=cache)
         assert download("facebook/opt-125m", weights=False, cache=cache)

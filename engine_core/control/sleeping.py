@@ -157,12 +157,15 @@ class Sleeping:
         the engine sleeps at level 2 until weights are loaded and it is woken up.
 
         Raises ``ValueError`` if the engine is awake and requests run without being paused (frozen requests are computed
-        anew), and if the checkpoint is not of the same architecture; ``RanksDifferError`` if only some workers refuse
-        it; ``ExecutorFailedError`` if no weights are left.
+        anew) or until a pause has begun, and if the checkpoint is not of the same architecture; ``RanksDifferError`` if
+        only some workers refuse it; ``ExecutorFailedError`` if no weights are left.
         """
         if not self._asleep:
             if self._scheduler.running and not self._pausing.is_paused:
                 raise ValueError("requests are running; pause the engine, or wait until it is idle")
+            if self._pausing.quiet is not None:
+                # A pause in the mode WAIT lets them end: with the new weights their answers would be of both.
+                raise ValueError("requests are running that the pause waits for; retry when they have ended")
             if not self._release_blocks():
                 raise ValueError("KV from other engines is being loaded; retry")
         # A worker that refused a checkpoint after others had loaded it left a tensor-parallel engine answering from a

@@ -187,6 +187,17 @@ def test_weights_are_replaced_only_while_no_request_runs(tmp_path: Path) -> None
         core.sleeping.reload_weights(str(tmp_path))
 
 
+def test_weights_are_replaced_after_the_requests_that_a_pause_waits_for(tmp_path: Path) -> None:
+    """With the new weights, which would have been loaded under them, their answers would be of both."""
+    core = busy_core()
+    quiet = core.pause("wait")
+    with pytest.raises(ValueError, match="the pause waits for"):
+        core.sleeping.reload_weights(make_weights(tmp_path))
+    assert tokens_of(finish(core)["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
+    assert quiet.done()
+    core.sleeping.reload_weights(make_weights(tmp_path))
+
+
 def test_without_weights_after_a_failed_reload_it_sleeps_until_others_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,25 @@ async def test_live_requests_keep_their_weights_unless_the_engine_is_paused(
     assert (await info_of(admin)).pause_mode == PAUSE_MODE_KEEP
 
 
+async def test_what_a_pause_waits_for_ends_with_the_old_weights(
+    admin: EngineAdminStub, host: Host, checkpoint: Path
+) -> None:
+    async with Peer(host.address) as peer:
+        await peer.send(make_add(1, [8] * 9, 200))
+        await peer.read_tokens()
+        pause = admin.Pause(engine_pb2.PauseRequest(mode=PAUSE_MODE_WAIT))
+        while (await info_of(admin)).pause_mode != PAUSE_MODE_WAIT:
+            pass
+        with pytest.raises(grpc.aio.AioRpcError, match="the pause waits for") as refusal:
+            await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        received = await peer.read_until_finished([1])
+        assert len(received.token_ids[1]) == 200
+    await pause
+    await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+    assert (await info_of(admin)).fingerprint.weights == weights_fingerprint(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("vocab_size", "path", "code", "words"),
     [

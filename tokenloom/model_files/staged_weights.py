@@ -2,16 +2,17 @@
 files. Nothing is loaded here, and what came only in part is never a checkpoint."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -60,22 +61,24 @@ class StagedWeights:
         self._folder = folder = folder.absolute()
         self._held: int | None = None  # locked while the engine has the checkpoint in it loaded
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            about = folder.stat()
+            _make_folder(folder)
         except OSError as error:
             raise InvalidArgument(f"{folder}: {error.strerror}", "staged_weights_dir") from error
-        # A folder below /dev/shm may have been made by anybody before, who could put other weights into it.
-        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
-            wanted = "use one that belongs to the engine's user, and to which no other may write (mode 0700)"
-            raise InvalidArgument(f"{folder} may be written to by other users: {wanted}", "staged_weights_dir")
         try:
             read_specs(loaded)
         except FailedPrecondition as error:
             raise InvalidArgument(error.message, "staged_weights_dir") from None
 
     def begin(self) -> "IncomingWeights":
-        """Return what takes a file. Raises ``FailedPrecondition`` if the loaded checkpoint cannot be compared with."""
-        self._prune()
+        """Return what takes a file. Raises ``FailedPrecondition`` if the loaded checkpoint cannot be compared with, or
+        if others may write to the folder; ``ResourceExhausted`` without room."""
+        try:
+            _make_folder(self._folder)  # what cleans up shared memory may have removed it
+            self._prune()
+        except InvalidArgument as error:
+            raise FailedPrecondition(error.message) from None
+        except OSError as error:
+            raise _no_room(error) from error
         return IncomingWeights(self._folder, self.loaded, read_specs(self.loaded))
 
     def use(self, path: Path) -> None:
@@ -96,10 +99,16 @@ class StagedWeights:
 
     def _prune(self) -> None:
         """Remove what interrupted streams have left, and checkpoints that are neither recent nor loaded anywhere."""
-        entries = [entry for entry in self._folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
-        complete = [entry for entry in entries if _COMPLETE.fullmatch(entry.name)]
-        complete.sort(key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
-        for entry in [*complete[NUM_KEPT:], *(entry for entry in entries if entry.name.startswith(_PART))]:
+        complete, rest = list[tuple[int, Path]](), list[Path]()
+        for entry in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another engine has removed it just now
+                about = entry.lstat()
+                if stat.S_ISDIR(about.st_mode) and _COMPLETE.fullmatch(entry.name):
+                    complete.append((about.st_mtime_ns, entry))
+                elif stat.S_ISDIR(about.st_mode) and entry.name.startswith(_PART):
+                    rest.append(entry)
+        complete.sort(reverse=True)
+        for entry in [*(entry for _, entry in complete[NUM_KEPT:]), *rest]:
             remove_if_unlocked(entry)
 
 
@@ -119,12 +128,14 @@ class IncomingWeights:
         self._max_header = min(MAX_HEADER_BYTES, (64 << 10) + sum(512 + 6 * len(name) for name in wanted))
         self._head, self._num_head = bytearray(), _LENGTH.size  # what has come of the header, and its size so far
         self._digest = hashlib.sha256()
-        self._part, self._lock = _locked_part(folder)
+        self._lock: int | None = None
+        self._file: BufferedWriter | None = None
         try:
+            # Without the lock it is taken for what a process that ended has left.
+            self._part, self._lock = locked_folder(folder, _PART)
             _link_rest(loaded, self._part)
-            self._file: BufferedWriter | None = (self._part / WEIGHTS_FILE).open("xb")
+            self._file = (self._part / WEIGHTS_FILE).open("xb")
         except OSError as error:
-            self._file = None
             self.discard()
             raise _no_room(error) from error
 
@@ -170,12 +181,16 @@ class IncomingWeights:
         digest = self._digest.digest()
         complete = self._folder / digest.hex()
         try:
+            assert self._file is not None
+            assert self._lock is not None
+            self._file.flush()
+            # A machine that loses its power never has the name without the bytes: the same weights would be taken for
+            # there when they come again.
+            os.fsync(self._file.fileno())
+            os.fsync(self._lock)
             self._close_file()
-            try:
-                self._part.rename(complete)
-            except OSError:
-                # The same weights came before, or to another engine. They are the latest now.
-                os.utime(complete)
+            os.utime(self._lock)  # the latest is what was complete last
+            self._become(complete)
         except OSError as error:
             raise _no_room(error) from error
         finally:
@@ -192,6 +207,26 @@ class IncomingWeights:
         os.close(self._lock)
         self._lock = None
 
+    def _become(self, complete: Path) -> None:
+        """Make what has come a checkpoint of this name, unless there is one: then the same weights came before, or to
+        another engine, and they are the latest now."""
+        while True:
+            try:
+                self._part.rename(complete)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            with contextlib.suppress(FileNotFoundError):  # it is removed now, and no longer in the way
+                found = os.open(complete, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(found, fcntl.LOCK_SH)  # another engine may be removing it
+                    if os.fstat(found).st_nlink:
+                        os.utime(found)
+                        return
+                finally:
+                    os.close(found)
+
     def _take_header(self) -> bytes:
         """Check the header if it is complete, and return what has come after it."""
         if len(self._head) >= self._num_head == _LENGTH.size:
@@ -199,6 +234,8 @@ class IncomingWeights:
             if length > self._max_header:
                 reason = f"its header has {length} bytes, and one of these tensors has at most {self._max_header}"
                 raise InvalidArgument(f"the data is no safetensors file of this model: {reason}", "data")
+            if not length:  # and what follows would be kept without a limit
+                raise InvalidArgument("the data is no safetensors file: its header is empty", "data")
             self._num_head += length
         if self._num_head == _LENGTH.size or len(self._head) < self._num_head:
             return b""
@@ -250,36 +287,50 @@ def remove_if_unlocked(folder: Path) -> None:
         os.close(held)
 
 
-def _locked_part(folder: Path) -> tuple[Path, int | None]:
-    """Make a directory for a file that comes, and return it with its lock: without one it is taken for what a process
-    that ended has left."""
+def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make a folder for this user alone, and return it with its lock, which :func:`remove_if_unlocked` respects."""
     while True:
-        part = folder / f"{_PART}{secrets.token_hex(8)}"
-        part.mkdir(mode=0o700)
-        lock = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:
-            return part, lock
-        os.close(lock)  # another engine has removed it before it was locked
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                return folder, lock
+            os.close(lock)  # another process has removed it before it was locked
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of an engine if it does not exist. Raises ``InvalidArgument`` if others may write to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    # A folder below /dev/shm may have been made by anybody before, who could put other weights into it.
+    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+        wanted = "use one that belongs to the engine's user, and to which no other may write (mode 0700)"
+        raise InvalidArgument(f"{folder} may be written to by other users: {wanted}", "staged_weights_dir")
 
 
 def _link_rest(loaded: Path, folder: Path) -> None:
     """Give a folder what a checkpoint holds beside its weights: a copy of its configuration, and links to the rest, of
     which some may be large, such as the heads and drafts in folders of their own."""
-
-    def link(source: str, target: str) -> None:
-        # To where the file really is: the checkpoint that links to it may be removed before this one.
-        os.symlink(os.path.realpath(source), target)
-
-    def ignore(directory: str, names: list[str]) -> set[str]:
-        return {_CONFIG, *_OLD_WEIGHTS(directory, names)} if Path(directory) == loaded else set()
-
-    shutil.copytree(loaded, folder, ignore=ignore, copy_function=link, dirs_exist_ok=True)
+    _link(loaded, folder, {_CONFIG, *_OLD_WEIGHTS(str(loaded), os.listdir(loaded))})
     shutil.copyfile(loaded / _CONFIG, folder / _CONFIG)
 
 
+def _link(source: Path, target: Path, skipped: Collection[str] = ()) -> None:
+    # Folders have modes of their own here: a model's may be read-only, so that nothing could be written or removed.
+    for entry in source.iterdir():
+        if entry.name in skipped:
+            continue
+        if entry.is_dir():
+            (target / entry.name).mkdir()
+            _link(entry, target / entry.name)
+        else:
+            # To where the file really is: the checkpoint that links to it may be removed before this one.
+            (target / entry.name).symlink_to(os.path.realpath(entry))
+
+
 def _no_room(error: OSError) -> ResourceExhausted:
-    return ResourceExhausted(f"the weights cannot be kept in --staged-weights-dir: {error.strerror or error}")
+    return ResourceExhausted(f"the weights cannot be kept: {error.strerror or error}")
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
@@ -327,7 +378,7 @@ def check_header(header: bytes, wanted: Mapping[str, TensorSpec]) -> int:
 def _entries(header: bytes) -> dict[str, tuple[TensorSpec, int]]:
     """Return the tensors of a header by name, each with its first offset. Raises ``ValueError`` if it is malformed."""
     try:
-        value = json.loads(header, object_pairs_hook=_without_repeats)
+        value = json.loads(header.decode(), object_pairs_hook=_without_repeats)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(value, dict):

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,10 +115,12 @@ def entry(name: str, **members: object) -> Any:
         (save(tensors(**{"a.weight": torch.zeros(4, 3)})), r"a.weight is F32 \[4, 3\].*has F32 \[3, 4\]"),
         (save(tensors(**{"a.weight": torch.zeros(3, 4).half()})), r"a.weight is F16 \[3, 4\].*has F32"),
         (struct.pack("<Q", 1 << 60), "its header has 1152921504606846976 bytes"),
+        (struct.pack("<Q", 0), "its header is empty"),
         (edited(lambda _: b"{" + b" " * 20), "no safetensors file"),
         (edited(lambda _: b"[1, 2]"), "no JSON object"),
         (edited(lambda _: b"[" * 5000), "no safetensors file: its header is nested too deeply"),
         (edited(lambda _: b"\xff\xfe\xff"), "no safetensors file"),
+        (edited(lambda header: json.dumps(header).encode("utf-16")), "no safetensors file"),
         (edited(lambda _: b'{"a.weight": 1, "a.weight": 2}'), "a.weight twice"),
         (edited(entry("a.weight", shape=[True, 12])), "a.weight in its header is malformed"),
         (edited(entry("a.weight", shape=[-3, -4])), "a.weight in its header is malformed"),
@@ -144,10 +147,89 @@ def test_a_full_folder_is_told(staged: StagedWeights, monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(ResourceExhausted, match="No space left on device"):
         stage(staged, save(tensors(1)))
-    monkeypatch.setattr("shutil.copytree", full)
+    monkeypatch.setattr("shutil.copyfile", full)
     with pytest.raises(ResourceExhausted, match="No space left on device"):
         staged.begin()
     assert names(staged) == []
+
+
+def test_what_others_remove_meanwhile_is_no_error(staged: StagedWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one host share a folder, and each removes what is old in it."""
+    first, second = stage(staged, save(tensors(1))), stage(staged, save(tensors(2)))
+    lstat, open_, flock = Path.lstat, os.open, fcntl.flock
+    lost: list[Path] = []
+
+    def lstat_late(path: Path) -> os.stat_result:
+        if path == first[0]:
+            shutil.rmtree(path, ignore_errors=True)
+        return lstat(path)
+
+    def open_late(path: Any, *args: Any, **options: Any) -> int:
+        if isinstance(path, Path) and path.name.startswith(".part") and len(lost) < 2:
+            lost.append(path)
+            path.rmdir()
+        return open_(path, *args, **options)
+
+    def flock_late(file: int, how: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if how == fcntl.LOCK_SH and path == second[0]:
+            shutil.rmtree(path)
+        flock(file, how)
+
+    monkeypatch.setattr(Path, "lstat", lstat_late)
+    monkeypatch.setattr("os.open", open_late)
+    monkeypatch.setattr("fcntl.flock", flock_late)
+    assert stage(staged, save(tensors(2))) == second, "it is removed after it was found"
+    assert len(lost) == 2
+    assert weights_fingerprint(second[0]) == second[1]
+    assert names(staged) == [second[0].name]
+
+
+def test_a_folder_that_was_removed_is_made_again(staged: StagedWeights) -> None:
+    staged._folder.rmdir()
+    stage(staged, save(tensors(1)))
+    assert staged._folder.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(staged._folder)
+    staged._folder.mkdir()
+    staged._folder.chmod(0o777)  # by another user, where anybody may make one
+    with pytest.raises(FailedPrecondition, match="may be written to by other users"):
+        staged.begin()
+
+
+def test_the_folders_of_a_read_only_model_can_be_written_here(staged: StagedWeights, loaded: Path) -> None:
+    for folder in (loaded / "1_Pooling", loaded):
+        folder.chmod(0o555)
+    path, _ = stage(staged, save(tensors(1)))
+    assert [folder.stat().st_mode & 0o700 for folder in (path, path / "1_Pooling")] == [0o700, 0o700]
+    assert (path / "1_Pooling" / "config.json").read_text() == "{}"
+
+
+def test_a_checkpoint_has_its_bytes_before_its_name(staged: StagedWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk, whose machine may lose its power in between."""
+    calls: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def note_sync(file: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        sync(file)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        calls.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr("os.fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    stage(staged, save(tensors(1)))
+    assert calls.index("model.safetensors") < calls.index("rename")
+
+
+def test_the_latest_is_what_was_complete_last(staged: StagedWeights) -> None:
+    slow = staged.begin()
+    quick = [stage(staged, save(tensors(seed)))[0] for seed in (2, 3)]
+    slow.write(save(tensors(1)))
+    path, _ = slow.finish()
+    staged.begin().discard()
+    assert names(staged) == sorted(each.name for each in (path, quick[-1]))
 
 
 @pytest.fixture

@@ -280,8 +280,9 @@ class LLMEngine:
     def update_weights(self, tensors: "Mapping[str, Tensor]", *, mode: str | None = None) -> int:
         """Load weights that a trainer has in its memory, in the place of all weights, and forget cached prefixes.
 
-        They are copied into shared memory, which the workers map, and checked before any weight is replaced. Returns
-        the number of the weights, which outputs have in ``weights_versions``.
+        They are copied into shared memory, which the workers map, or into a temporary folder if there is no room for
+        three copies, and checked before any weight is replaced. Returns the number of the weights, which outputs have
+        in ``weights_versions``.
 
         Args:
             tensors: All tensors of the checkpoint by name, in its dtypes and shapes, on any device.
@@ -295,9 +296,9 @@ class LLMEngine:
             given = self._given or OwnWeights(self._loaded)
             path = given.write(tensors)
         is_ours = mode is not None and not self.is_paused()
-        if is_ours:
-            self.pause_generation(str(mode))
         try:
+            if is_ours:
+                self.pause_generation(str(mode))  # which may be interrupted while requests end
             self._load_weights(path)
         finally:
             if is_ours and not self.is_sleeping():

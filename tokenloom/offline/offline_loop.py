@@ -110,7 +110,11 @@ class OfflineLoop:
         unread, begun = self._client.unread(), dict[InFlight, bool]()
         for request_id, (request, _) in self._live.items():
             if not unread.get(request_id):  # otherwise the old weights have ended it
-                begun[request] = begun.get(request, False) or request_id in unread
+                begun[request] = False
+        for request_id in unread.keys() & self._live.keys():  # also of samples that have ended, beside ones that wait
+            request, _ = self._live[request_id]
+            if request in begun:
+                begun[request] = True
         for request, has_begun in begun.items():
             request.use_weights(self.weights_version, has_begun=has_begun)
 

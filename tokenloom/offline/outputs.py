@@ -86,8 +86,8 @@ class RequestOutput:
     error: str | None = None
     """Why the request, one of several or enqueued, was refused or failed; its outputs hold what came before."""
     weights_versions: tuple[int, ...] = (0,)
-    """Which weights computed the outputs: how often others had been loaded before. Several, in order, of a request that
-    a pause in the mode ``keep`` let go on over a change."""
+    """Which weights computed the outputs: how often others had been loaded before. Several, in order, if a pause in the
+    mode ``keep`` let the request go on over a change, or ``wait`` let some of its samples end and others not begin."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:

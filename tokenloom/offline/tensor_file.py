@@ -1,6 +1,5 @@
-"""Gives weights to an engine of this program, as a safetensors file in shared memory, and makes such files."""
+"""Gives weights to an engine of this program, as a safetensors file, and makes such files."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -11,7 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenloom.model_files.staged_weights import StagedWeights, remove_if_unlocked
+from tokenloom.model_files.staged_weights import (
+    NUM_KEPT,
+    StagedWeights,
+    locked_folder,
+    read_specs,
+    remove_if_unlocked,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +73,8 @@ class OwnWeights:
 
     def __init__(self, loaded: Path) -> None:
         """``loaded``: the checkpoint that the engine has. Raises ``TokenloomError`` as :class:`.StagedWeights`."""
-        folder, lock = _own_folder()
+        size = sum(spec.nbytes for spec in read_specs(loaded).values())
+        folder, lock = _own_folder((NUM_KEPT + 1) * size)  # the next one comes before one is removed
         try:
             self._staged = StagedWeights(folder, loaded)
         except BaseException:
@@ -93,16 +99,17 @@ class OwnWeights:
         self._staged.use(path)
 
 
-def _own_folder() -> tuple[Path, int]:
-    """Make a folder, in memory where the system has a place for it, and return it with its lock. Remove those that
-    processes of this user which were killed have left."""
-    place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    for entry in place.glob(f"{_PREFIX}*"):
+def _own_folder(num_bytes: int) -> tuple[Path, int]:
+    """Make a folder, in memory where the system has a place for it with so much room, and return it with its lock.
+    Remove those that processes of this user which were killed have left."""
+    places = [Path(tempfile.gettempdir())]
+    if os.access(_SHARED_MEMORY, os.W_OK):
+        places.insert(0, _SHARED_MEMORY)
+    for entry in [entry for place in places for entry in place.glob(f"{_PREFIX}*")]:
         remove_if_unlocked(entry)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock
+    # A container has 64 MB of shared memory unless it is started with more.
+    has_room = [place for place in places if shutil.disk_usage(place).free >= num_bytes]
+    return locked_folder((has_room or places)[0], _PREFIX)
 
 
 def _remove(folder: Path, lock: int, staged: StagedWeights | None = None) -> None:

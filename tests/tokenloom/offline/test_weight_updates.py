@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenloom import LLM, AsyncLLM, EngineArgs, RequestOutput, SamplingParams
+from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
+from tokenloom.model_files import staged_weights
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline import tensor_file as own
 from tokenloom.offline.tensor_file import PIECE_BYTES, tensor_file
@@ -117,6 +121,42 @@ def test_running_requests_need_a_mode(llm: LLM, demo: Tensors, other: Tensors) -
     engine.resume_generation()
 
 
+def test_samples_that_wait_do_not_hide_the_weights_of_those_that_have_run(
+    make_llm: Callable[..., LLM], demo: Tensors
+) -> None:
+    made = make_llm(max_num_seqs=1, max_num_batched_tokens=16, num_gpu_blocks_override=64)
+    engine = made.llm_engine
+    params = SamplingParams(n=2, seed=1, max_tokens=5, ignore_eos=True)
+    engine.add_request("a", {"prompt_token_ids": list(range(5, 45))}, params)
+    engine.step()  # of the first sample, whose prompt is not complete
+    engine.update_weights(demo, mode="wait")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert isinstance(outputs[-1], RequestOutput)
+    assert outputs[-1].weights_versions == (0, 1)
+    made.close()
+
+
+def test_an_interrupt_while_requests_end_leaves_no_pause(
+    llm: LLM, demo: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = llm.llm_engine
+    engine.add_request("a", STORY, LONG)
+    engine.step()
+    assert isinstance(engine.client, InprocClient)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.client._calls, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(demo, mode="wait")
+    assert not engine.is_paused()
+    engine.abort_request(["a"])
+
+
 async def test_modes_of_the_async_engine(demo: Tensors, other: Tensors) -> None:
     async with AsyncLLM(EngineArgs(MODEL, dtype="float32", max_num_seqs=8, num_gpu_blocks_override=200)) as llm:
 
@@ -204,6 +244,44 @@ time.sleep(600)
     mine.close()
     own.OwnWeights(DEMO_MODEL).close()
     assert not folder.exists()
+
+
+def test_programs_that_start_together_keep_their_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them removes what nobody has locked, which the other has just made."""
+    make, lost = tempfile.mkdtemp, list[str]()
+
+    def make_late(*args: object, **options: object) -> str:
+        folder = str(make(*args, **options))  # type: ignore[call-overload]
+        if not lost:
+            lost.append(folder)
+            os.rmdir(folder)
+        return folder
+
+    monkeypatch.setattr("tempfile.mkdtemp", make_late)
+    mine = own.OwnWeights(DEMO_MODEL)
+    folder = mine._staged._folder
+    staged_weights.remove_if_unlocked(folder)
+    assert lost
+    assert folder.is_dir()
+    mine.close()
+    assert not folder.exists()
+
+
+def test_without_room_in_memory_weights_are_kept_on_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Tensors
+) -> None:
+    """As in a container, which has 64 MB of shared memory."""
+    usage = shutil.disk_usage
+
+    def small(path: Path) -> object:
+        return usage(path)._replace(free=4 << 20) if path == own._SHARED_MEMORY else usage(path)
+
+    monkeypatch.setattr("shutil.disk_usage", small)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = own.OwnWeights(DEMO_MODEL)
+    assert mine.write(demo).is_relative_to(tmp_path)
+    mine.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_of_several_workers_takes_its_part_or_none_does(

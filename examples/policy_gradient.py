@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tokenloom import AsyncLLM, EngineArgs, SamplingParams
+from tokenloom import AsyncLLM, EngineArgs, Logprob, SamplingParams
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.tensor_file import tensor_file
 from tokenloom.services.runtime.peers.channels import Channels
@@ -91,8 +91,8 @@ class InProcess:
         await self.llm.resume_generation()
 
 
-def _drawn(tokens: Sequence[int], logprobs: Sequence[Mapping[int, object]]) -> list[float]:
-    return [float(each[token].logprob) for token, each in zip(tokens, logprobs, strict=True)]
+def _drawn(tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]) -> list[float]:
+    return [each[token].logprob for token, each in zip(tokens, logprobs, strict=True)]
 
 
 @dataclass
@@ -194,7 +194,7 @@ async def train(
         ratios = (logprobs - torch.tensor([sample.logprobs for sample in samples])).exp()
         loss = -(ratios * (rewards - rewards.mean())).mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         await sampler.update(weights(policy))
         report.append(Step(float(rewards.mean()), float((ratios.detach() - 1).abs().max()), version))

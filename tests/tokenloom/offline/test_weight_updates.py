@@ -20,6 +20,7 @@ from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
 from tokenloom.model_files import staged_weights
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline import tensor_file as own
+from tokenloom.offline.prompts import TokensPrompt
 from tokenloom.offline.tensor_file import PIECE_BYTES, tensor_file
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -201,7 +202,7 @@ def test_log_probabilities_are_those_of_a_recompute_bit_by_bit(demo: Tensors) ->
         for output in drawn:
             for sample in output.outputs:
                 ids = [*output.prompt_token_ids, *sample.token_ids]
-                whole = {"prompt_token_ids": ids}
+                whole: TokensPrompt = {"prompt_token_ids": ids}
                 again = SamplingParams(max_tokens=1, prompt_logprobs=0)
                 (recomputed,) = llm.generate([whole], again, use_tqdm=False)
                 assert recomputed.prompt_logprobs is not None

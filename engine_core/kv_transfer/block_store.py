@@ -5,6 +5,7 @@ or altered is found before it is used. Keys tell nothing of what they name (:fun
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -26,6 +27,10 @@ class StoreError(Exception):
     """Raised when a store does not answer in time, or not as it should: what was asked for is computed instead."""
 
 
+class StoreFullError(StoreError):
+    """Raised when a store has no room although its bound would allow it: what it has can still be read."""
+
+
 class BlockStore(Protocol):
     """Keeps values by keys of :data:`KEY_BYTES` bytes. One thread uses an instance.
 
@@ -44,7 +49,7 @@ class BlockStore(Protocol):
 
     def write(self, key: bytes, parts: Sequence[Buffer]) -> bool:
         """Store a value, which a reader sees whole or not at all. Returns whether it was written: not if there is one
-        already, or another engine writes it, or there is no room."""
+        already, or another engine writes it, or there is no room. Raises :class:`StoreFullError` if there should be."""
 
     def remove(self, key: bytes) -> None:
         """Let the key have no value that can be used, because it is wrong."""
@@ -84,6 +89,8 @@ _TOTAL = struct.Struct("<Q")
 _SLACK = 16
 """A full folder is emptied by this part of its capacity at once: each time, all of its files are looked at."""
 _LOCK_WAIT_SECONDS = 0.002
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""The disk is full, or the user's part of it."""
 
 
 class FolderStore:
@@ -92,7 +99,8 @@ class FolderStore:
     The folder's ledger has the bytes that are kept or about to be written. Whoever writes holds the ledger's lock while
     it makes room and reserves, and the lock of its own unfinished file until the file is whole and renamed. The system
     drops locks with the process that holds them, so a crash leaves none, and an unfinished file without a lock is that
-    of a dead engine. Readers lock nothing: a file that has its name is whole.
+    of a dead engine. Readers lock nothing: a file that has its name is whole. If somebody empties the folder or removes
+    it, the next engine that writes begins a ledger that all of them use from then on.
 
     The time of a file is that of its last use; one that was found less than :data:`LEASE_SECONDS` ago is not evicted.
     """
@@ -106,8 +114,7 @@ class FolderStore:
         self._capacity = capacity_bytes
         self._timeout = timeout
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._ledger = os.open(folder / _LEDGER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._ledger = self._open_ledger()
         except OSError as error:
             raise StoreError(f"its folder cannot be used: {error}") from error
         self._is_open = True
@@ -160,7 +167,8 @@ class FolderStore:
             finally:
                 os.close(file)
         except OSError as error:
-            raise StoreError(f"a block could not be written: {error}") from error
+            kind = StoreFullError if error.errno in _NO_ROOM else StoreError
+            raise kind(f"a block could not be written: {error}") from error
         return True
 
     def remove(self, key: bytes) -> None:
@@ -212,7 +220,7 @@ class FolderStore:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         deadline = time.monotonic() + self._timeout
-        while not _lock_at_once(self._ledger):
+        while not self._lock_ledger():
             if time.monotonic() > deadline:
                 raise StoreError(f"another engine has held the lock of its folder for {self._timeout:g} s")
             time.sleep(_LOCK_WAIT_SECONDS)  # an engine that is stopped while it has the lock must not stop this one
@@ -220,6 +228,21 @@ class FolderStore:
             yield
         finally:
             fcntl.flock(self._ledger, fcntl.LOCK_UN)
+
+    def _lock_ledger(self) -> bool:
+        """Lock the ledger that the folder has now. Returns False, without a lock, if that has to be tried again."""
+        if _is_at(self._ledger, f"{self._folder}/{_LEDGER}"):
+            return _lock_at_once(self._ledger)
+        # A cleaner of temporary files, or a person, removed it. Engines with different ledgers would not keep to one
+        # total.
+        ledger = self._open_ledger()
+        os.close(self._ledger)
+        self._ledger, self._has_counted = ledger, False
+        return False
+
+    def _open_ledger(self) -> int:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(self._folder / _LEDGER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _total(self) -> int | None:
         """Return the bytes that the ledger counts; None if nobody has counted yet."""

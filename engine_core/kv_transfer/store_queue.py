@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..kv_cache.block_pool import BlockPool
-from .block_store import HEAD_BYTES, BlockStore, StoreError, opened, seal
+from .block_store import HEAD_BYTES, BlockStore, StoreError, StoreFullError, opened, seal
 from .kv_transport import KVPool
 
 log = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ class StoreQueue:
         """Blocks that this engine has added to the store."""
         self._away_until = 0.0
         self._num_failures = 0
+        self._is_full = False
         self._closed = False
         self._changed = threading.Condition()
         """Guards the open jobs; the clock's thread waits on it."""
@@ -176,15 +177,16 @@ class StoreQueue:
         return key in self._wrong
 
     def close(self) -> None:
-        """Drop what waits, and wait for what is in progress. Idempotent."""
+        """Drop what waits, and wait for what is in progress, but not for ever: the store may hang. Idempotent."""
         self._closed = True
         with self._changed:
             self._changed.notify()
         for lane in (self._searches, self._loads):
             lane.jobs.put(None)
         self._wake_saves()
+        deadline = time.monotonic() + _JOIN_SECONDS  # of all threads together
         for thread in self._threads:
-            thread.join(_JOIN_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _wake_saves(self) -> None:
         with contextlib.suppress(queue.Full):  # then the thread has work, and looks after it
@@ -294,6 +296,9 @@ class StoreQueue:
                     self._wrong.popleft()
                 if block is not None:
                     self._save(store, block, buffer)
+            except StoreFullError as error:  # searches and loads go on
+                self._is_full = True
+                OF_PROCESS.begin("kv_store", str(error))
             except Exception as error:
                 self._fails(error)
         if store is not None:
@@ -307,7 +312,11 @@ class StoreQueue:
             buffer[begin : begin + len(row)] = row
             begin += len(row)
         if block.is_current:  # after the copy: a block that has a new holder may have been written to meanwhile
-            self.num_saved += store.write(block.key, [seal(block.key, buffer.data), buffer.data])
+            is_saved = store.write(block.key, [seal(block.key, buffer.data), buffer.data])
+            self.num_saved += is_saved
+            if is_saved and self._is_full:
+                self._is_full = False
+                OF_PROCESS.end("kv_store")
             self._works()
 
     # Whether the store works

@@ -1,6 +1,8 @@
 """Sealed blocks, and the folder that engines share: its bound, its leases, and what a crash leaves."""
 
+import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from tokenloom.engine_core.kv_transfer.block_store import (
     LEASE_SECONDS,
     FolderStore,
     StoreError,
+    StoreFullError,
     opened,
     seal,
     store_key,
@@ -212,6 +215,45 @@ def test_engines_that_write_at_once(open_store: OpenStore) -> None:
     found = [read(store, key) for key in KEYS]
     assert set(found) <= {DATA, None}
     assert found.count(DATA) == len(files(store)) > 0
+
+
+def test_engines_keep_to_one_total_after_somebody_emptied_the_folder(open_store: OpenStore) -> None:
+    capacity = 8 * VALUE_BYTES
+    early = open_store(capacity)
+    assert put(early, KEYS[0])
+    for path in early._folder.iterdir():
+        path.unlink()
+    late = open_store(capacity)
+    for index, key in enumerate(KEYS):
+        assert put((early, late)[index % 2], key)
+        assert sum(files(late).values()) <= capacity
+
+
+def test_a_folder_that_was_removed_is_made_again(open_store: OpenStore) -> None:
+    store = open_store()
+    assert put(store, KEYS[0])
+    shutil.rmtree(store._folder)
+    assert store.find(KEYS[:1], in_order=True) == set()
+    assert put(store, KEYS[1])
+    assert read(store, KEYS[1]) == DATA
+    assert store._folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_disk_that_is_full(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    assert put(store, KEYS[0])
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]) if len(data) > 150 else _full())
+    with pytest.raises(StoreFullError, match=r"a block could not be written: .* No space left"):
+        put(store, KEYS[1])
+    assert read(store, KEYS[0]) == DATA
+    monkeypatch.undo()
+    assert files(store) == {f"{KEYS[0].hex()}.kv": VALUE_BYTES}
+    assert put(store, KEYS[1])
+
+
+def _full() -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.engine_core.kv_transfer.storing_core import MemoryStore
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer import store_queue
-from tokenloom.engine_core.kv_transfer.block_store import seal
+from tokenloom.engine_core.kv_transfer.block_store import StoreError, StoreFullError, seal
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 from tokenloom.engine_core.kv_transfer.store_queue import SavedBlock, StoreJob, StoreQueue
 from tokenloom.process.fall_backs import OF_PROCESS
@@ -245,3 +246,47 @@ def test_more_saves_than_may_wait_are_refused(asked: Asked) -> None:
         taken += 1
     assert store_queue.MAX_SAVES <= taken <= store_queue.MAX_SAVES + 1
     asked.store.may_write.set()
+
+
+def test_a_store_that_is_full_is_still_read(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block_id,) = asked.blocks.allocate(1)
+    asked.blocks.register(block_id, KEYS[0])
+
+    def write(key: bytes, parts: object) -> bool:
+        raise StoreFullError("No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asked.store, "write", write)
+        asked.queue.save(asked.named(block_id, KEYS[0]))
+        asked.settle()
+    assert not asked.queue.is_away
+    assert OF_PROCESS.of("") == {"kv_store": "No space left"}
+    put(asked, KEYS[1])
+    asked.ask(KEYS[1:2])
+    assert asked.end().found == {KEYS[1]}
+    asked.queue.save(asked.named(block_id, KEYS[0]))
+    asked.settle()
+    assert OF_PROCESS.of("") == {}, "there is room again"
+
+
+def test_the_end_waits_once_for_all_threads_that_hang(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_queue, "_JOIN_SECONDS", 0.5)
+    begun, ends = threading.Barrier(4), threading.Event()
+
+    def hang(*arguments: object, **options: object) -> None:
+        begun.wait(30)
+        ends.wait(30)
+        raise StoreError("it hung")
+
+    for method in ("find", "read", "write"):
+        monkeypatch.setattr(asked.store, method, hang)
+    (block_id,) = asked.blocks.allocate(1)
+    asked.blocks.register(block_id, KEYS[0])
+    asked.queue.save(asked.named(block_id, KEYS[0]))
+    asked.ask(KEYS[:1])
+    asked.ask(KEYS[:1], [1])
+    begun.wait(30)
+    begin = time.monotonic()
+    asked.queue.close()
+    assert time.monotonic() - begin < 0.9
+    ends.set()

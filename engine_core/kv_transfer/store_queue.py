@@ -30,6 +30,8 @@ MAX_SAVES = 1024
 RETRY_SECONDS = 5.0
 """For so long a store that failed is left alone, and twice as long after each further failure, up to a minute."""
 MOST_RETRY_SECONDS = 60.0
+_SEARCHED_AT_ONCE = 64
+"""A long prompt is looked for in so many calls that each of them is an answer: a store that is slow is not silent."""
 _MOST_WRONG = 4096
 _JOIN_SECONDS = 10.0
 
@@ -47,7 +49,7 @@ class StoreJob:
         self.block_ids = block_ids
         self.in_order = in_order
         self.found = set[bytes]()
-        """Of a search: the keys that have values."""
+        """Of a search: the keys that have values. One that was given up has those that were found until then."""
         self.num_loaded = 0
         """Of a load: how many of its blocks are filled, the first ones."""
         self.failure = ""
@@ -211,11 +213,16 @@ class StoreQueue:
             store.close()
 
     def _search(self, lane: _Lane, store: BlockStore, job: StoreJob) -> None:
-        found = store.find(job.keys, in_order=job.in_order)
-        with job.lock:
-            if not job.is_ended:
-                job.found = found
-        lane.beat = self._clock()
+        for begin in range(0, len(job.keys), _SEARCHED_AT_ONCE):
+            keys = job.keys[begin : begin + _SEARCHED_AT_ONCE]
+            found = store.find(keys, in_order=job.in_order)
+            lane.beat = self._clock()
+            with job.lock:
+                if job.is_ended:
+                    return
+                job.found |= found
+            if job.in_order and len(found) < len(keys):
+                return
 
     def _load(self, lane: _Lane, store: BlockStore, job: StoreJob) -> None:
         with contextlib.closing(store.read(job.keys, HEAD_BYTES + self._pool.block_bytes)) as values:

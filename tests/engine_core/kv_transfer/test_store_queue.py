@@ -1,5 +1,6 @@
 """The threads of a store: each job ends once, whatever the store does, and nothing writes to its blocks afterwards."""
 
+import os
 import queue
 import threading
 import time
@@ -202,6 +203,41 @@ def test_a_load_of_many_blocks_takes_its_time_as_long_as_they_arrive(asked: Aske
     asked.pass_time(0.9)
     assert asked.end() is load
     assert not asked.queue.is_away, "the store is not to blame"
+
+
+def test_a_long_search_of_a_slow_store_is_no_silence(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found until it was given up is used."""
+    keys = [index.to_bytes(32) for index in range(1000)]
+    searches = []
+
+    def find(part: list[bytes], *, in_order: bool) -> set[bytes]:
+        searches.append(part)
+        for _ in range(0, len(part), 64):
+            asked.pass_time(0.6)
+        while any(job.ends_at <= asked.clock.now for job in list(asked.queue._searches.open)):
+            os.sched_yield()  # until it is given up
+        return set(part)
+
+    monkeypatch.setattr(asked.store, "find", find)
+    search = asked.ask(keys)
+    assert asked.end() is search
+    assert search.failure == "timeout"
+    assert search.found == set(keys[:64])
+    assert not asked.queue.is_away, "it has answered all the time"
+    again = asked.ask(keys[:1])
+    assert asked.end() is again
+    assert len(searches) == 3, "nobody waits for the rest"
+
+
+def test_a_search_in_order_ends_at_the_first_key_without_a_value(asked: Asked) -> None:
+    keys = [index.to_bytes(32) for index in range(300)]
+    asked.store.values = dict.fromkeys(keys[:100] + keys[200:], b"")
+    asked.ask(keys)
+    assert asked.end().found == set(keys[:100])
+    assert asked.store.num_searches == 2
+    job = StoreJob("request", keys, in_order=False)
+    asked.queue.submit(job)
+    assert asked.end().found == set(keys[:100] + keys[200:])
 
 
 def test_only_what_is_still_there_is_saved(asked: Asked) -> None:

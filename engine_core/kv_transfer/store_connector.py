@@ -311,12 +311,16 @@ class StoreConnector:
         if queue.is_away:
             self._fresh.clear()
             return
-        for block_id, name in list(self._fresh.items()):
+        given = []
+        # Only the first ones are looked at: while the store is slower than the steps, nearly all of the pool waits.
+        for block_id, name in self._fresh.items():
             if pool.registered_in[block_id] > self._last_ended:
-                continue  # its step has not run
+                break  # its step has not ended, nor have those of the blocks behind it
             key = store_key(self._namespace, name)
             if not queue.save(SavedBlock(pool, block_id, name, key, pool.generations[block_id])):
-                return
+                break
+            given.append(block_id)
+        for block_id in given:
             del self._fresh[block_id]
 
     def _block_hash(self, request: RequestKV, index: int) -> bytes:

@@ -271,6 +271,33 @@ def test_a_folder(make_core: MakeCore, tmp_path: Path) -> None:
     assert core.core.scheduler.stats().kv_bytes_received == {"folder": NUM_BLOCKS * BLOCK_BYTES}
 
 
+def test_steps_look_at_few_of_the_blocks_that_wait_to_be_saved(
+    make_core: MakeCore, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is slower than the steps has nearly all of the pool before it."""
+    core = make_core(store, num_blocks=100)
+    core.run(PROMPT)
+    looked_at = []
+
+    class Waiting(dict[int, bytes]):
+        def items(self) -> Iterator[tuple[int, bytes]]:  # type: ignore[override]
+            for item in super().items():
+                looked_at.append(item)
+                yield item
+
+    monkeypatch.setattr(core.connector.queue, "save", lambda block: False)
+    core.run(*(prompt_of(seed, 30) for seed in range(2, 10)), settles=False)
+    assert len(core.connector._fresh) > 50
+    core.connector._fresh = Waiting(core.connector._fresh)
+    core.connector._save_fresh()
+    assert len(looked_at) == 1
+    monkeypatch.undo()
+    core.connector._save_fresh()
+    core.settle()
+    assert not core.connector._fresh
+    assert core.num_saved > 8 * NUM_BLOCKS, "none is lost"
+
+
 def test_a_folder_smaller_than_a_block(make_core: MakeCore, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"kv_store: a block takes 84 bytes there, and it holds 50 bytes"):
         make_core(tmp_path.as_uri(), store_bytes=50)

@@ -45,7 +45,8 @@ class BlockStore(Protocol):
         first key without one ends the search."""
 
     def read(self, keys: Sequence[bytes], nbytes: int) -> Generator[Buffer | None, None, None]:
-        """Yield the value of each key; None if it has none, or one of another size than ``nbytes``."""
+        """Yield the value of each key; None if it has none. A value of another size than ``nbytes`` is wrong, and may
+        be yielded empty: the reader removes it, so that the block is saved anew."""
 
     def write(self, key: bytes, parts: Sequence[Buffer]) -> bool:
         """Store a value, which a reader sees whole or not at all. Returns whether it was written: not if there is one
@@ -137,7 +138,7 @@ class FolderStore:
         for key in keys:
             try:
                 with open(self._path(key, _WHOLE), "rb", buffering=0) as file:
-                    value = file.read(nbytes) if os.fstat(file.fileno()).st_size == nbytes else None
+                    value = file.read(nbytes) if os.fstat(file.fileno()).st_size == nbytes else b""
                     os.utime(file.fileno())
             except FileNotFoundError:
                 value = None

@@ -21,6 +21,10 @@ MOST_VALUE_BYTES = (1 << 31) - 1
 """What the size of a value can say in this protocol."""
 
 
+class HungUpError(StoreError):
+    """Raised when the server has ended the connection, or accepts none."""
+
+
 class Connection:
     """Holds a connection to a server, made when it is needed, over which each answer may take a number of seconds."""
 
@@ -49,6 +53,11 @@ class Connection:
             for part in parts:
                 self._open().sendall(part)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._socket is not None
+
     def receive(self, nbytes: int) -> bytearray:
         """Return the next bytes of an answer."""
         found, have = bytearray(nbytes), 0
@@ -59,6 +68,14 @@ class Connection:
                     raise ConnectionResetError("the server hung up")
                 have += count
         return found
+
+    def has_ended(self) -> bool:
+        """Wait for what the server sends next. Returns True, and closes the connection, if it ended that instead."""
+        with self._translated():
+            has_ended = not self._open().recv(1, socket.MSG_PEEK)
+        if has_ended:
+            self.close()
+        return has_ended
 
     def fail(self, what: str) -> StoreError:
         """End the connection, and return the error for an answer that is not understood."""
@@ -84,6 +101,9 @@ class Connection:
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except ConnectionError as error:
+            self.close()
+            raise HungUpError(f"{self._address[0]}:{self._address[1]}: {error}") from error
         except (OSError, ValueError) as error:
             raise self.fail(str(error) or type(error).__name__) from error
 
@@ -114,7 +134,8 @@ class LMCacheStore:
     """Keeps blocks on a server of LMCache (``python -m lmcache.v1.server``), as plain bytes under names of ours.
 
     That server never evicts what it has, so what was found stays; it has no access control, and belongs on a network of
-    the engines alone. It cannot remove a value either: an empty one replaces a wrong one.
+    the engines alone. It cannot remove a value either: an empty one replaces a wrong one. Of an engine that ends within
+    a put it keeps a name and a size without a value, and hangs up on all who ask for that.
     """
 
     label = "lmcache"
@@ -168,10 +189,15 @@ class LMCacheStore:
         code, size = self._answer()
         if code == _FAIL:
             return None
-        if not 0 <= size <= nbytes:
-            raise self._link.fail(f"a value of {size} bytes under the name of a block of {nbytes}")
+        if size < 0:
+            raise self._link.fail(f"a value of {size} bytes")
+        if size > nbytes:
+            self._link.close()  # rather than read what is wrong in any case
+            return b""
+        if size and self._link.has_ended():
+            return b""
         value = self._link.receive(size)
-        return value if size == nbytes else None
+        return value if size == nbytes else b""
 
     def _answer(self) -> tuple[int, int]:
         code, size, *_ = _ANSWER.unpack(self._link.receive(_ANSWER.size))
@@ -190,14 +216,26 @@ def _read_ahead(
 ) -> Generator[Buffer | None, None, None]:
     """Yield what ``receive`` returns for each key, a few of which are asked for ahead."""
     num_sent = num_read = 0
+    most_ahead = _READ_AHEAD
     try:
         while num_read < len(keys):
-            link.expect(more=num_sent > num_read)
-            while num_sent < min(len(keys), num_read + _READ_AHEAD):
-                link.send(_asked(_GET, keys[num_sent]))
-                num_sent += 1
-            value = receive()
+            try:
+                link.expect(more=num_sent > num_read)
+                while num_sent < min(len(keys), num_read + most_ahead):
+                    link.send(_asked(_GET, keys[num_sent]))
+                    num_sent += 1
+                value = receive()
+            except HungUpError:
+                if num_sent <= num_read + 1:
+                    raise
+                # Which value the server does not have is known only if one is asked for alone: what had arrived before
+                # the end may be lost with it.
+                num_sent, most_ahead = num_read, 1
+                continue
+            most_ahead = _READ_AHEAD
             num_read += 1
+            if not link.is_open:
+                num_sent = num_read  # what was asked for ahead has no answers any more
             yield value
     finally:
         if num_sent != num_read:

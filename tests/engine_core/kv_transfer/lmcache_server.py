@@ -26,6 +26,8 @@ class LMCacheServer:
         self.answers.set()
         self.hangs_up_after: int | None = None
         """So many bytes of the next value are sent before the connection ends."""
+        self.torn: dict[bytes, int] = {}
+        """By key: the sizes of values whose clients ended within the put. As the real one, it hangs up on who asks."""
         self._server = socket.create_server(("127.0.0.1", port))
         self._connections: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -71,9 +73,19 @@ class LMCacheServer:
                 command, size, *_, key = ASK.unpack(_receive(connection, ASK.size))
                 self.asked.append((command, size, key.strip()))
                 if command == PUT:
-                    self.values[key.strip()] = _receive(connection, size)
+                    try:
+                        self.values[key.strip()] = _receive(connection, size)
+                    except EOFError:
+                        self.torn[key.strip()] = size
+                        raise
+                    self.torn.pop(key.strip(), None)
                     continue
                 self.answers.wait()
+                if (size := self.torn.get(key.strip(), 0)) and command in (GET, EXIST):
+                    connection.sendall(ANSWER.pack(SUCCESS, size if command == GET else 0, 4, 0, 0, 0, 0, 0, 0))
+                    if command == GET:
+                        return
+                    continue
                 value = self.values.get(key.strip())
                 if command == GET and value is not None:
                     connection.sendall(ANSWER.pack(SUCCESS, len(value), 4, 0, len(value), 0, 0, 0, 0))

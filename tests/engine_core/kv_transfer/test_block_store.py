@@ -85,7 +85,7 @@ def test_what_one_engine_writes_another_reads(open_store: OpenStore) -> None:
     assert other.find(KEYS[:3], in_order=False) == {KEYS[0], KEYS[2]}
     assert read(other, KEYS[0]) == DATA
     assert read(other, KEYS[1]) is None
-    assert list(other.read([KEYS[0]], VALUE_BYTES + 1)) == [None]
+    assert list(other.read([KEYS[0], KEYS[1]], VALUE_BYTES + 1)) == [b"", None]
     other.remove(KEYS[0])
     other.remove(KEYS[0])
     assert read(one, KEYS[0]) is None

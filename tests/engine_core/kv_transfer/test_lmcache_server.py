@@ -16,7 +16,17 @@ import pytest
 
 from tests.engine_core.kv_transfer.offloading_core import expected
 from tests.engine_core.kv_transfer.storing_core import BLOCK_BYTES, BLOCK_SIZE, StoringCore
-from tests.engine_core.kv_transfer.test_lmcache_store import KEYS, PROMPT, RECORDED, converse
+from tests.engine_core.kv_transfer.test_lmcache_store import (
+    DATA,
+    KEYS,
+    PROMPT,
+    RECORDED,
+    VALUE_BYTES,
+    converse,
+    kill_within_put,
+    put,
+    read,
+)
 from tokenloom.engine_core.kv_transfer.lmcache_store import LMCacheStore
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +90,7 @@ def record(port: int) -> Steps:
         thread = threading.Thread(target=relay)
         thread.start()
         store = LMCacheStore("127.0.0.1", proxy.getsockname()[1], 10.0)
-        assert converse(store) == (set(), True, {KEYS[0]}, b"block", None)
+        assert converse(store) == (set(), True, {KEYS[0]}, b"block", b"")
         store.close()
         thread.join(30)
     return steps
@@ -106,6 +116,18 @@ def test_engines_share_blocks_through_it(port: int) -> None:
     assert cores[1].core.scheduler.stats().kv_bytes_received == {"lmcache": num_blocks * BLOCK_BYTES}
     for core in cores:
         core.core.shutdown()
+
+
+def test_what_an_engine_left_that_was_killed_within_a_put(port: int) -> None:
+    """As the server that the other tests play: it has a name without a value, and hangs up on all who ask for that."""
+    store = LMCacheStore("127.0.0.1", port, 10.0)
+    kill_within_put(port, KEYS[9])
+    assert store.find(KEYS[9:10], in_order=True) == {KEYS[9]}
+    assert list(store.read(KEYS[9:11], VALUE_BYTES)) == [b"", None]
+    store.remove(KEYS[9])
+    assert put(store, KEYS[9])
+    assert read(store, KEYS[9]) == DATA
+    store.close()
 
 
 def test_a_server_that_is_killed_costs_a_recompute() -> None:

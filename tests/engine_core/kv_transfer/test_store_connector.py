@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -269,6 +270,19 @@ def test_a_folder(make_core: MakeCore, tmp_path: Path) -> None:
         core = make_core(url, store_bytes=1 << 20)
         assert core.run(PROMPT) == [expected(PROMPT)]
     assert core.core.scheduler.stats().kv_bytes_received == {"folder": NUM_BLOCKS * BLOCK_BYTES}
+
+
+def test_a_file_that_lost_its_end_is_replaced(make_core: MakeCore, tmp_path: Path) -> None:
+    """As a machine that lost its power may leave one."""
+    url = (tmp_path / "kv").as_uri()
+    make_core(url, store_bytes=1 << 20).run(PROMPT)
+    wrong = next((tmp_path / "kv").glob("*.kv"))
+    right = wrong.read_bytes()
+    os.truncate(wrong, 0)
+    core = make_core(url, store_bytes=1 << 20)
+    assert core.run(PROMPT) == [expected(PROMPT)]
+    assert core.core.scheduler.stats().kv_recomputes == {"checksum": 1}
+    assert wrong.read_bytes() == right
 
 
 def test_steps_look_at_few_of_the_blocks_that_wait_to_be_saved(

@@ -260,7 +260,7 @@ class ModelRunner:
         if self._routes is not None:
             if not self._recordings.computes_every_step:
                 return None
-            adapted = adapted or self._routes.keeps_choices
+            adapted = adapted or self._routes.keeps_choices or not self._routes.stay_on_device
         return self._recordings.compute(self._model, inputs, self.kv_caches, adapted=adapted)
 
     def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ class StepRecordings(Protocol):
     ) -> tuple[Tensor, Tensor] | None:
         """Compute a step. Returns the last hidden states [T, hidden_size] and the logits [S, vocab] of the rows that
         draw, which hold until the next step; None: the step must be computed as ever. ``adapted``: rows have LoRA
-        adapters, or the choices of experts are reported."""
+        adapters, or the host reads the choices of experts."""
 
     def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache]) -> None:
         """Make the recordings that are worth it before the first request."""

@@ -15,7 +15,7 @@ from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import DeviceLink, Event, to_device
-from ..models.model import LanguageModel
+from ..models.model import LanguageModel, routes_of
 from ..sampler.device.sampling_arrays import SamplingRows
 from ..sampler.host.sampler import Purpose, uniform
 from .step_graphs import StepGraphs, StepPlans
@@ -214,7 +214,9 @@ class DeviceSteps:
         self._rows.write_again()
         nothing = {name: np.zeros(0, dtype=np.int32) for name in ("rows", "lengths", "token_ids")}
         starts, work = np.zeros(1, dtype=np.int32), np.zeros((0, 4), dtype=np.int32)
-        sizes = [] if self._graphs is None else self._graphs.sizes
+        routes = routes_of(model)
+        can_capture = self._graphs is not None and (routes is None or routes.stay_on_device)
+        sizes = self._graphs.sizes if self._graphs is not None and can_capture else []
         self._prepare(self._buffers.send({**nothing, "starts": starts, "work": work}), StepSize(1, 1, 1))
         for size in sizes:
             assert self._graphs is not None, "a size comes from the graphs"
@@ -229,8 +231,8 @@ class DeviceSteps:
     ) -> tuple[Tensor, Tensor] | None:
         """Compute a step. Returns the last hidden states [T, hidden_size] and the logits of the rows that draw, which
         hold until the next step; None: the step has more requests or tokens than fit, as warm-up steps may.
-        ``adapted``: the step is not computed from a graph, because its rows have LoRA adapters or its experts are
-        reported."""
+        ``adapted``: the step is not computed from a graph, because its rows have LoRA adapters, its experts are
+        reported, or the host sorts tokens by their experts."""
         self.sampling_rows = None
         num_tokens, num_requests = len(inputs.token_ids), len(inputs.rows)
         if num_requests > self._most_requests or num_tokens > self._most_tokens:

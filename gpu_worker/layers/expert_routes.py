@@ -65,6 +65,8 @@ class LayerRoutes:
         # The last place counts a number above those of the experts, which some routers use for no expert.
         self._counts: Ints = np.zeros(num_experts + 1, dtype=np.int64)
         self.chosen: Tensor | None = None
+        self.stays_on_device = False
+        """Whether the host never waits for the choices: kernels sort the tokens by their experts."""
 
     @property
     def on_host(self) -> Ints:
@@ -115,6 +117,11 @@ class ExpertRoutes:
         """[1] int32 on the device: how many tokens of the pass are not padding; None: all."""
         self._on_device: DeviceCounts | None = None
         self.layers = [LayerRoutes(self, number, num_experts) for number in range(num_layers)]
+
+    @property
+    def stay_on_device(self) -> bool:
+        """Whether the host waits for no layer's choices, so that graphs of a GPU can hold all of them."""
+        return all(layer.stays_on_device for layer in self.layers)
 
     def on(self, device: torch.device) -> DeviceCounts:
         """Return the counts of passes whose choices do not come to the host."""

@@ -138,6 +138,7 @@ class Experts:
         if experts.own is None and self._group.size == 1 and can_group(checkpoint, config):
             self._on_device = load_grouped(checkpoint, prefix, config, experts, names)
             self._choose = choose_on_device()
+            routes.stays_on_device = True
         else:
             expert_config = config if experts.own is None else replace(config, shard=WHOLE)
             size = experts.intermediate_size

@@ -186,6 +186,18 @@ def test_steps_that_cannot_be_captured_are_computed_one_operation_after_the_othe
     assert not OF_PROCESS.of("").get("no_graph"), "other weights may have more room"
 
 
+def test_steps_whose_tokens_the_host_sorts_by_experts_have_no_graph(save_checkpoint, monkeypatch):
+    use_tensor_backend(monkeypatch)
+    model = load_model(save_checkpoint("qwen3_moe", vocab_size=2048), "float32", ops=TorchOps())
+    capture = OpCapture()
+    runner = make_runner(model, capture, LateLink())
+    runner.record_ahead()
+    await_output(begin(runner, {"a": 11}, news=[new("a")]))
+    await_output(begin(runner, {"a": 1}, computed={"a": 11}))
+    assert not capture.graphs, "a GPU captures nothing that waits for the host"
+    assert (model.routes.counts().sum(1) == 12 * model.routes.top_k).all(), "no token of padding was computed"
+
+
 def test_a_step_that_cannot_be_computed_is_no_step_without_a_graph(model, monkeypatch):
     runner = make_runner(model, FailingCapture(0), LateLink())
     monkeypatch.setattr(type(model), "compute_logits", lambda *_: torch.empty(0).view(1))

@@ -270,6 +270,8 @@ class ModelWorker:
             self._pages = PoolPages(self._pool, first_blocks=step * max(1, len(kv_cache.groups)))
             self._pages.drop()  # most of them take memory when requests are about to write to them
             self._pages.begin()
+        if (routes := routes_of(self._model)) is not None:
+            routes.forget_device_counts()
         self._platform.return_freed()
         return WarmUp(
             seconds=self._largest.seconds + time.perf_counter() - started,

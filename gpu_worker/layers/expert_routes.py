@@ -129,6 +129,12 @@ class ExpertRoutes:
             self._on_device = DeviceCounts(self.num_layers, self.num_experts, device)
         return self._on_device
 
+    @torch.inference_mode()
+    def forget_device_counts(self) -> None:
+        """Count on the device from zero: the graphs that a warm-up replays count its tokens as those of requests."""
+        if self._on_device is not None:
+            self._on_device.counts.zero_()
+
     def begin(self, *, keep_choices: bool) -> None:
         """Record the next forward pass: how many tokens each expert computes, and with ``keep_choices`` which."""
         self.is_recording, self.keeps_choices = True, keep_choices

@@ -33,6 +33,7 @@ from tokenloom.gpu_worker.cuda.step_graphs import row_buckets, token_buckets
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
+from tokenloom.gpu_worker.models.model import routes_of
 from tokenloom.gpu_worker.warm_up import largest_step
 
 DEMO_MODEL = Path(demo_model.__file__).parent
@@ -99,6 +100,26 @@ def test_what_graphs_keep_is_left_out_of_the_kv_pool(monkeypatch):
         assert len(platform.capture.graphs) == (0 if eager else 2 * num_graphs), "they are captured over the real pool"
         worker.shutdown()
     assert left[True] - left[False] == num_graphs * BYTES_OF_GRAPH
+
+
+def test_tokens_of_the_warm_up_are_none_that_experts_computed(monkeypatch, save_checkpoint):
+    use_tensor_backend(monkeypatch)
+    config = make_config()
+    model = str(save_checkpoint("qwen3_moe"))
+    worker = ModelWorker(
+        msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, model=model)), LatePlatform()
+    )
+    worker.load_model()
+    routes = routes_of(worker._model)
+
+    @torch.inference_mode()
+    def replay(runner, batches, block_size):  # a graph that was captured while passes were recorded
+        routes.on(worker._device).counts[0] += len(batches)
+
+    monkeypatch.setattr(model_worker, "run_decode_steps", replay)
+    worker.initialize_kv_cache(KVCacheConfig(num_blocks=16, max_model_len=128))
+    assert not routes.counts().any()
+    worker.shutdown()
 
 
 def test_graphs_are_captured_before_it_is_awake(monkeypatch):

@@ -50,7 +50,9 @@ def program_shape(most_queries: int, group: int, padded_head: int, dtype: torch.
         return ProgramShape(16, tile, 4, 3)
     if most_queries == 1:
         return ProgramShape(power_of_2(group), tile, 4, 3)
-    return ProgramShape(64, tile, 4, 2) if padded_head > 128 else ProgramShape(128, tile, 8, 3)
+    rows, warps, stages = (64, 4, 2) if padded_head > 128 else (128, 8, 3)
+    # At least one query with all of its heads: a program of fewer rows than these would compute none.
+    return ProgramShape(power_of_2(group, rows), tile, warps, stages)
 
 
 def key_parts(seq_lens: IntArray, num_kv_heads: int) -> IntArray:

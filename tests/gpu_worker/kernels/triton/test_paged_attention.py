@@ -197,6 +197,12 @@ def test_a_decode_of_many_query_heads_has_rows_for_all_of_them():
     assert attention_work.program_shape(1, 32, 128, torch.bfloat16).rows == 32
 
 
+@pytest.mark.parametrize("head_size", [16, 144])
+def test_a_prompt_of_more_query_heads_than_a_program_has_rows(head_size):
+    group = 130 if head_size <= 128 else 66
+    compare([3, 1], [20, 9], shape(1, torch.float16, group, head_size), ScoreRule(head_size**-0.5))
+
+
 @pytest.mark.parametrize("wrong", [{"head_size": 264}, {"kv_dtype": torch.int8}])
 def test_shapes_that_the_kernel_does_not_know(wrong):
     with pytest.raises(KernelsUnavailable):

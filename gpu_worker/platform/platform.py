@@ -146,6 +146,13 @@ def check_device(config: EngineConfig, platform: Platform) -> None:
         return
     kind = platform.device.type
     check_apart(config, kind)
+    num_workers, num_devices = config.parallel.world_size, platform.num_devices
+    # Ray and executors of plugins show each worker a device of its own.
+    if kind == "cuda" and config.parallel.distributed_executor_backend in ("auto", "mp") and num_workers > num_devices:
+        raise ValueError(
+            f"tensor_parallel_size, pipeline_parallel_size: NCCL needs a GPU for each of the {num_workers} workers of "
+            f"an engine, and this host shows {num_devices}"
+        )
     if "fp8" in (config.worker.quantization, config.cache.dtype) and not platform.computes_fp8:
         option = "quantization" if config.worker.quantization == "fp8" else "kv_cache_dtype"
         raise ValueError(

@@ -101,6 +101,18 @@ def test_the_engines_of_a_host_take_its_gpus_in_turn(gpu):
     assert [str(device_of(1, rank, 2)) for rank in range(2)] == ["cuda:0", "cuda:1"], "the first engine's again"
 
 
+def test_an_engine_of_more_workers_than_gpus_is_refused_at_start(gpu):
+    def start(backend="auto"):
+        parallel = ParallelConfig(
+            tensor_parallel_size=2, pipeline_parallel_size=2, distributed_executor_backend=backend
+        )
+        check_device(EngineConfig(parallel=parallel), CUDAPlatform(0.9))
+
+    with pytest.raises(ValueError, match="a GPU for each of the 4 workers of an engine, and this host shows 2"):
+        start()
+    start("ray")  # which shows each worker one
+
+
 @pytest.mark.parametrize(
     ("engines", "num_gpus", "sharing"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 2), (4, 2, 2), (2, 8, 1)]
 )

@@ -52,7 +52,7 @@ def _transformers(
 ) -> float:
     """Return the tokens of a second of ``transformers``; 0: it is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        rows.add("transformers", note="is not installed")
+        rows.skip("transformers", "is not installed")
         return 0.0
     import transformers
 

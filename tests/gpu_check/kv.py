@@ -83,7 +83,7 @@ def _serve(connection: Connection, is_tiny: bool, num_blocks: int) -> None:
 def _open(rows: Rows, endpoints: dict[str, bytes]) -> Iterator[tuple[str, KVReader]]:
     for transport in make_transports(_NAMES, on_host=False):
         if transport.name not in endpoints:
-            rows.add(f"KV, {transport.name}", note="the owner could not serve it")
+            rows.skip(f"KV, {transport.name}", "the owner could not serve it")
             continue
         yield transport.name, transport.open(endpoints[transport.name], _LAYOUT)
 
@@ -102,7 +102,7 @@ def _alone(rows: Rows, target: Target, name: str, reader: KVReader, pool: KVPool
                 reader.read(ids, ids, pool)
                 times.append(time.perf_counter() - started)
         except KVTransferError as error:
-            rows.add(f"KV, {name}, {order}", note=str(error))
+            rows.skip(f"KV, {name}, {order}", str(error))
             return
         seconds = sorted(times)[len(times) // 2]
         nbytes = num_blocks * pool.block_bytes

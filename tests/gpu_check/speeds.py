@@ -144,7 +144,7 @@ def _ms(rows: Rows, target: Target, name: str, run: Callable[[], object], calls:
     try:
         return target.graph_ms(run, calls)
     except Exception as error:  # libraries have errors of their own
-        rows.add(name, note=f"{type(error).__name__}: {error}"[:200])
+        rows.skip(name, f"{type(error).__name__}: {error}"[:200])
         return None
 
 

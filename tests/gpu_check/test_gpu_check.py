@@ -305,7 +305,7 @@ def test_kv_between_two_processes(tmp_path):
     rows = Rows("kv", tmp_path)
     kv.run(rows, CPU)
     by_name = {row["name"]: row for row in found(rows)}
-    assert by_name["KV, cuda"]["note"] == "the owner could not serve it"  # there is no driver
+    assert by_name["KV, cuda"]["not_run"] == "the owner could not serve it"  # there is no driver
     for name in ("shm", "socket"):
         assert by_name[f"KV, {name}, scattered"]["gb_per_s"] > 0
         assert "slower" in by_name[f"the same while KV moves by {name}"]

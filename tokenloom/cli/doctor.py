@@ -1,6 +1,7 @@
 """``tokenloom doctor``: examines this machine and says what keeps a mesh from starting, or makes it slow."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +40,7 @@ def _findings(host: str, port: int, certs: Path) -> Iterator[Finding]:
     except StateDirError as error:
         yield Finding("fail", "sockets", str(error))
     else:
-        yield from examine_host(directory)
+        yield from examine_host(directory, os.environ.get("CUDA_VISIBLE_DEVICES"))
         yield _ports(host, port)
         yield from _fall_backs()
     yield from examine_engine()

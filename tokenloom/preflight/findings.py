@@ -56,13 +56,13 @@ _TIMEX_BYTES = 256
 """More than the struct of adjtimex takes; zeros ask for the state only."""
 
 
-def examine_host(run_directory: Path) -> Iterator[Finding]:
+def examine_host(run_directory: Path, gpus_shown: str | None) -> Iterator[Finding]:
     """Yield findings about platform, cores, memory, limits, clock, and the directory of the meshes' sockets."""
     note = platform_note()
     where = f"{platform.system()} on {platform.machine()}, Python {platform.python_version()}"
     yield Finding("warn" if note else "ok", "platform", note or where)
     yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} for this user's processes")
-    yield _gpus(Path("/proc/driver/nvidia/gpus"))
+    yield _gpus(Path("/proc/driver/nvidia/gpus"), gpus_shown)
     yield _memory(Path("/proc/meminfo"))
     yield _shared_memory(Path("/dev/shm"))
     yield _huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
@@ -71,7 +71,8 @@ def examine_host(run_directory: Path) -> Iterator[Finding]:
     yield _clock()
 
 
-def _gpus(folder: Path) -> Finding:
+def _gpus(folder: Path, shown: str | None) -> Finding:
+    """``shown``: the GPUs that the environment leaves to programs; None: all."""
     lines = [line for file in sorted(folder.glob("*/information")) for line in file.read_text().splitlines()]
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     if not names:
@@ -79,6 +80,11 @@ def _gpus(folder: Path) -> Finding:
     text = f"{len(names)} ({', '.join(sorted(set(names)))})"
     if not may_have_gpu():
         return Finding("warn", "GPUs", f"{text}, but the installed torch computes on CPUs: install one for CUDA")
+    if shown is not None and shown.strip() in ("", "-1"):
+        text += f", but CUDA_VISIBLE_DEVICES={shown} hides them: models are computed on the CPU"
+        return Finding("warn", "GPUs", text)
+    if shown is not None:
+        text += f", of which CUDA_VISIBLE_DEVICES shows {shown}"
     return Finding("ok", "GPUs", f"{text}: each engine of `tokenloom serve` takes the next ones")
 
 

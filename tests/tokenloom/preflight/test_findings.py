@@ -22,7 +22,7 @@ def test_a_check_that_refuses_fails() -> None:
 
 
 def test_this_machine_is_examined() -> None:
-    found = [*findings.examine_host(root()), *findings.examine_engine()]
+    found = [*findings.examine_host(root(), None), *findings.examine_engine()]
     subjects = {each.subject for each in found}
     assert {
         "platform",
@@ -41,14 +41,20 @@ def test_this_machine_is_examined() -> None:
 
 
 def test_the_gpus_of_the_driver_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert findings._gpus(tmp_path / "none").level == "ok"
+    assert findings._gpus(tmp_path / "none", None).level == "ok"
     for number in range(2):
         (tmp_path / f"0000:0{number}:00.0").mkdir()
         (tmp_path / f"0000:0{number}:00.0/information").write_text("Model: \t\t NVIDIA H200\nIRQ: 5\n")
     monkeypatch.setattr(findings, "may_have_gpu", lambda: True)
-    assert findings._gpus(tmp_path).text.startswith("2 (NVIDIA H200): each engine")
+    assert findings._gpus(tmp_path, None).text.startswith("2 (NVIDIA H200): each engine")
+    some = findings._gpus(tmp_path, "GPU-1f,1")
+    assert (some.level, "CUDA_VISIBLE_DEVICES shows GPU-1f,1: each engine" in some.text) == ("ok", True)
+    for hidden in ("", "-1"):
+        found = findings._gpus(tmp_path, hidden)
+        assert (found.level, "computed on the CPU" in found.text) == ("warn", True)
     monkeypatch.setattr(findings, "may_have_gpu", lambda: False)
-    assert (findings._gpus(tmp_path).level, "CUDA" in findings._gpus(tmp_path).text) == ("warn", True)
+    found = findings._gpus(tmp_path, None)
+    assert (found.level, "CUDA" in found.text) == ("warn", True)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ Grid = tuple[int, ...]
 
 
 def launch(kernel: Any, grid: Grid, *arguments: Tensor | float | None, **constants: Any) -> None:
-    """Run ``kernel`` over ``grid`` on the current stream of the tensors' device.
+    """Run ``kernel`` over ``grid`` on the current stream of the thread's GPU, which must be that of the tensors.
 
     ``constants`` are the kernel's ``constexpr`` parameters and Triton's options, such as ``num_warps``. A grid without
     programs launches nothing.

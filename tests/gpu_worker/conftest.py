@@ -1,9 +1,6 @@
 """Small random checkpoints, and a driver that feeds a model as the runner does."""
 
-import importlib
 import json
-import os
-import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
+import tests.interpreted_kernels  # noqa: F401  # before a test imports a kernel
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.kernels import triton as kernels
 from tokenloom.gpu_worker.models.model import LanguageModel
-
-# tests/conftest.py has imported Triton in the same way; here its kernels are decorated, before a test imports them.
-os.environ["TRITON_INTERPRET"] = "1"
-for module in pkgutil.iter_modules(kernels.__path__):
-    importlib.import_module(f"{kernels.__name__}.{module.name}")
-del os.environ["TRITON_INTERPRET"]  # processes that tests start decide for themselves
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

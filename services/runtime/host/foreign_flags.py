@@ -37,7 +37,7 @@ ANSWERS = {
     "--enable-server-load-tracking": "see GET /load, which is always served",
     "--shutdown-timeout": "use --drain-timeout",
     "--enable-sleep-mode": "use --admin-api-key, and POST /sleep",
-    "--weight-transfer-config": "set --staged-weights-dir, and call EngineAdmin.StageWeights and ReloadWeights",
+    "--weight-transfer-config": "call EngineAdmin.StageWeights",
     "--renderer-num-workers": "use --render-workers",
     # Logs, metrics, traces.
     "--uvicorn-log-level": "use --log-level",

@@ -61,11 +61,13 @@ FINAL = {
     "FailedPrecondition": True,
     "Aborted": False,  # the call that has taken the answer over may be an earlier one of the same client
     "Unimplemented": True,
+    "EngineLacks": True,
     "Cancelled": True,
     "ResourceExhausted": False,
     "RateLimitExceeded": False,
     "Unavailable": False,
     "TryElsewhere": False,
+    "WeightsReplaced": False,
     "EngineDied": False,
     "GatewayLeaving": False,
     "DeadlineExceeded": True,

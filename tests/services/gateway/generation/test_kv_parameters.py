@@ -29,7 +29,7 @@ def within(message: Descriptor, seen: set[str]) -> Iterator[Descriptor]:
     ("request_type", "carries"),
     [
         (inference_pb2.GenerateRequest, False),
-        (output_processor_pb2.ProcessInput, False),
+        (output_processor_pb2.ProcessInput, True),  # from a gateway, which sets it for engines of the registry alone
         (engine_pb2.EngineInput, True),
     ],
 )

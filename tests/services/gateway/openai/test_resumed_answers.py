@@ -90,6 +90,7 @@ class FakeGeneration(SimpleNamespace):
             stop_token_ids=(),
             reasoning=None,
             completion_tokens=[0] * num_outputs,
+            finished={},
             usage=inference_pb2.Usage(prompt_tokens=2, completion_tokens=5),
         )
 

@@ -7,6 +7,7 @@ one had written the result: of the seconds of four processes each second one.
 import compileall
 import os
 import sys
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,5 +39,6 @@ def _compile(path: Path) -> None:
     folder = rewrite.get_cache_dir(path)
     target = folder / (path.stem + rewrite.PYC_TAIL)
     if rewrite._read_pyc(path, target) is None and rewrite.try_makedirs(folder):
-        status, code = rewrite._rewrite_test(path, _config)
-        rewrite._write_pyc(_config.stash[rewrite.assertstate_key], code, status, target)
+        with suppress(SyntaxError, ValueError, OSError):  # of a file that is being written; its collection says so
+            status, code = rewrite._rewrite_test(path, _config)
+            rewrite._write_pyc(_config.stash[rewrite.assertstate_key], code, status, target)

@@ -21,7 +21,7 @@ from ..tenants.tenant_shares import TenantShares
 from .client_flow import ClientDisconnected, Headers
 from .http_exchange import OPENAI, ErrorForm, HttpExchange, MethodNotAllowed
 from .response_counts import OTHER, ResponseCounts
-from .route import Handler, Route, Routes
+from .route import Handler, Route, Routes, pattern_of
 
 _ADVICE = "call it by its own address, set {option} or set API keys"
 
@@ -80,7 +80,6 @@ INTERNAL = "/v1/batches/*/line"
 """Stands for the route of a line of a batch, so that the counts of routes are those of clients' requests."""
 STOPPED = "the gateway stopped before the answer was complete"
 """With this message the server cancels the requests that its drain has left."""
-_MODEL_PATH = "/v1/models/"
 _PREFLIGHT_SECONDS = 600
 _CLIENT_LEFT = 499
 """Counts as the status of a request whose client left before the response, as in nginx."""
@@ -152,7 +151,7 @@ class App:
         # A context variable, so that the generation can fill in the record without each layer between passing it on;
         # every request has a task of its own.
         CURRENT_RECORD.set(exchange.record)
-        path = self._paths.get(exchange.path) or self._paths.get(_pattern(exchange.path), _NOT_SERVED)
+        path = self._paths.get(exchange.path) or self._paths.get(pattern_of(exchange.path), _NOT_SERVED)
         exchange.error_form = path.error_form
         if self._cors is not None:
             self._cors.allow(exchange)
@@ -229,6 +228,8 @@ class App:
         """Return the tenant of the client's key; where none is needed, check that the request may come from its page.
         Raises ``Unauthenticated`` and ``PermissionDenied``."""
         if exchange.internal_tenant is not None:
+            if path.is_admin:
+                raise errors.PermissionDenied("Requests from within the gateway have no admin key.")
             return exchange.internal_tenant
         headers = exchange.headers
         keys = self._access.admin_keys if path.is_admin else self._access.keys
@@ -240,13 +241,6 @@ class App:
         if key is None and b"x-api-key" in headers:  # as Anthropic's clients send it
             key = b"Bearer " + headers[b"x-api-key"]
         return keys.authorize(key)
-
-
-def _pattern(path: str) -> str:
-    """Return the path with ``*`` in place of its third and fifth parts; the name of a model may contain slashes."""
-    if path.startswith(_MODEL_PATH):
-        return _MODEL_PATH + "*"
-    return "/".join("*" if at in (3, 5) else part for at, part in enumerate(path.split("/", 6)))
 
 
 class Cors:

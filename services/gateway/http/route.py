@@ -10,6 +10,7 @@ import msgspec
 from .http_exchange import HttpExchange
 
 _PARAMETER = re.compile(r"\{[^{}]*\}")
+_MODEL_PATH = "/v1/models/"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,14 @@ class Route:
     def pattern(self) -> str:
         """The path with ``*`` for each parameter, as metrics and logs name it."""
         return _PARAMETER.sub("*", self.path)
+
+
+def pattern_of(path: str) -> str:
+    """Return the path of a request with ``*`` in place of its third and fifth parts, under which its route is found if
+    it is not under the path itself; the name of a model may contain slashes."""
+    if path.startswith(_MODEL_PATH):
+        return _MODEL_PATH + "*"
+    return "/".join("*" if at in (3, 5) else part for at, part in enumerate(path.split("/", 6)))
 
 
 Handler = Callable[[HttpExchange], Awaitable[None]]

@@ -12,7 +12,7 @@ from tokenloom.process.plugins import load_part
 from tokenloom.request import errors
 
 from ..http.internal_call import InternalCalls, InternalResponse
-from ..http.route import Handler, Route, Routes
+from ..http.route import Handler, Route, Routes, pattern_of
 from ..settings.gateway_settings import FRONTS
 from ..tenants.tenant import Tenant
 from ..tenants.tenant_shares import TenantShares
@@ -95,15 +95,22 @@ def _open(name: str, parts: FrontParts, plugins: Sequence[str]) -> Front:
 
 
 def front_routes(fronts: Mapping[str, Front], taken: Collection[Route]) -> Routes:
-    """Return the routes of all fronts, given by name. Raises ``InvalidArgument`` for one that is ``taken``, or is no
-    route."""
-    owner = {(route.method, route.pattern): "the gateway" for route in taken}
+    """Return the routes of all fronts, given by name. Raises ``InvalidArgument`` for one whose path is ``taken``,
+    whatever the method, because a path of the gateway's may need an admin key or none; for one that is there twice, and
+    for one that no request would reach."""
+    paths, owner = {route.pattern for route in taken}, dict[tuple[str, str], str]()
     routes: dict[Route, Handler] = {}
     for name, front in fronts.items():
         for key, handler in front.routes.items():
             route = _route(name, key)
-            if (other := owner.setdefault((route.method, route.pattern), name)) != name:
+            # A path that is found as it is comes before the gateway's own with ids in its place.
+            if not paths.isdisjoint((route.pattern, pattern_of(route.pattern))):
+                other = "the gateway"
+            else:
+                other = owner.setdefault((route.method, route.pattern), "")
+            if other:
                 raise errors.InvalidArgument(f"fronts: {route.method} {route.path} of {name} is {other}'s", "fronts")
+            owner[route.method, route.pattern] = name
             routes[route] = handler
     return routes
 
@@ -111,7 +118,13 @@ def front_routes(fronts: Mapping[str, Front], taken: Collection[Route]) -> Route
 def _route(name: str, key: object) -> Route:
     match key:
         case (str(method), str(path)) if method in _METHODS and path.startswith("/"):
-            return Route(method, path)
+            route = Route(method, path)
+            if "*" not in route.pattern or pattern_of(route.pattern) == route.pattern:
+                return route
+            raise errors.InvalidArgument(
+                f"fronts: {path} of {name}: parameters are the third part of a path, and the fifth if it has one",
+                "fronts",
+            )
     raise errors.InvalidArgument(
         f"fronts: {name} has a route {key!r:.80}; write (METHOD, PATH), with one of {', '.join(_METHODS)}", "fronts"
     )

@@ -36,7 +36,18 @@ async def answer(exchange):
 taken = lambda gateway: {("POST", "/v1/completions"): answer}
 again = lambda gateway: {("POST", "/own"): answer}
 odd = lambda gateway: {"/own": answer}
+opened = lambda gateway: {("POST", "/health"): answer}
+hidden = lambda gateway: {("POST", "/v1/models/own"): answer}
+twice = lambda gateway: {("POST", "/v1/own/{one}"): answer, ("POST", "/v1/own/{other}"): answer}
+lost = lambda gateway: {("POST", "/own/{model}/infer"): answer}
 nothing = lambda gateway: None
+
+def inner(gateway):
+    async def pause(exchange):
+        done = await gateway.calls.post("/pause", b"{}", exchange.tenant)
+        await exchange.respond(done.status, done.body)
+
+    return {("POST", "/own"): pause}
 second = lambda gateway: Front(grpc=[GrpcService(add_InferenceServicer_to_server, InferenceServicer())])
 
 def fails(gateway):
@@ -48,6 +59,7 @@ def fails(gateway):
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_example(tmp_path)
     names = ("taken", "again", "odd", "nothing", "second", "fails", "missing")
+    names += ("opened", "hidden", "twice", "lost", "inner")
     install(tmp_path, "acme-fronts", {"tokenloom.fronts": {name: f"acme_fronts:{name}" for name in names}}, FRONTS)
     monkeypatch.delitem(sys.modules, "acme_fronts", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -122,6 +134,13 @@ async def test_a_front_is_guarded_as_every_route_is(socket_dir: Path) -> None:
         assert (await http.get("/generate", headers=KEY)).status_code == 405
 
 
+async def test_a_front_does_not_reach_what_operators_do(socket_dir: Path) -> None:
+    settings = {"plugins": ("acme-fronts",), "fronts": ("acme-fronts:inner",), "admin_api_key": ("admin",)}
+    async with FakeMesh(socket_dir).gateway(**settings) as mesh, mesh.http() as http:
+        refused = await http.post("/own")
+        assert (refused.status_code, "no admin key" in refused.text) == (403, True)
+
+
 async def test_the_end_of_its_client_ends_its_request(socket_dir: Path) -> None:
     async with FakeMesh(socket_dir).gateway(**PLUGGED) as mesh:
         async with httpx.AsyncClient(base_url=f"http://{mesh.http_address}") as http:
@@ -137,6 +156,10 @@ async def test_the_end_of_its_client_ends_its_request(socket_dir: Path) -> None:
     [
         (("acme-fronts:taken",), "POST /v1/completions of acme-fronts:taken is the gateway's"),
         (("acme-fronts:again", "acme-fronts:taken"), "POST /v1/completions of acme-fronts:taken"),
+        (("acme-fronts:opened",), "POST /health of acme-fronts:opened is the gateway's"),
+        (("acme-fronts:hidden",), "POST /v1/models/own of acme-fronts:hidden is the gateway's"),
+        (("acme-fronts:twice",), "POST /v1/own/{other} of acme-fronts:twice is acme-fronts:twice's"),
+        (("acme-fronts:lost",), "/own/{model}/infer of acme-fronts:lost: parameters are the third part"),
         (("acme-fronts:odd",), r"a route '/own'; write \(METHOD, PATH\)"),
         (("acme-fronts:nothing",), "returns NoneType; a Front is needed"),
         (("acme-fronts:second",), "the gRPC service tokenloom.v1.Inference is there already"),

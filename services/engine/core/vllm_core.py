@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -95,7 +95,8 @@ class VLLMCore:
         self._max_model_len = 0
         self._num_blocks = self._block_size = 0
         self._facts: ServerFacts | None = None
-        self._held: dict[str, _Live] = {}  # bounded by the front, which refuses requests beyond max_waiting
+        # Bounded by the front, which refuses requests beyond max_waiting.
+        self._held: OrderedDict[str, _Live] = OrderedDict()
         self._running: dict[str, tuple[_Live, asyncio.Task[None]]] = {}
         self._held_tokens = self._running_tokens = 0
         self._pause: PauseMode | None = None
@@ -122,7 +123,9 @@ class VLLMCore:
             facts = await self._server.facts()
             await self._server.check_generates()
         except ServerRefusedError as refused:
-            raise EngineConfigError(f"remote_vllm: {advice(refused)}") from None
+            # What it says while it begins to serve, or has too much to do, is no fault of the options.
+            kind = EngineStartError if refused.status >= 500 or refused.status == 429 else EngineConfigError
+            raise kind(f"remote_vllm: {advice(refused)}") from None
         except ServerLostError as error:
             raise EngineStartError(f"remote_vllm: {error}") from None
         self._check_model(facts)
@@ -246,9 +249,11 @@ class VLLMCore:
             self._quiet.clear()
         self._changed.set()
 
-    def _stopped(self, live: _Live, _: asyncio.Task[None]) -> None:
+    def _stopped(self, live: _Live, task: asyncio.Task[None]) -> None:
         del self._running[live.request.request_id]
         self._running_tokens -= live.num_tokens
+        if task.cancelled() and not live.is_over and self._dead is None:
+            self._keep(live)
         if not self._running:
             self._quiet.set()
         self._begin()
@@ -395,44 +400,47 @@ class VLLMCore:
                 raise UtilityError("vLLM says that its engine failed")
         except (ServerLostError, ServerRefusedError) as error:
             raise UtilityError(f"vLLM: {error}") from None
-        if facts != self._facts:
+        if self._facts is not None and not facts.is_of(self._facts):
             self._fail(EngineDeadError(f"another vLLM answers: {facts} instead of {self._facts}"))
 
     def _check_model(self, facts: ServerFacts) -> None:
         """Raise ``EngineConfigError`` if the server has loaded another directory of this machine than ours."""
         ours, theirs = Path(self._config.worker.model), Path(facts.root)
-        if theirs.is_absolute() and theirs.is_dir() and ours.is_dir() and not theirs.samefile(ours):
+        try:
+            is_other = theirs.is_absolute() and theirs.is_dir() and ours.is_dir() and not theirs.samefile(ours)
+        except OSError as error:  # such as of a directory that is closed to this user
+            log.warning("whether vLLM serves the weights of --model is not known: %s", error)
+            return
+        if is_other:
             raise EngineConfigError(f"remote_vllm: vLLM serves {theirs}, and --model is {ours}: name the same for both")
 
     # Pauses
 
     async def _pause_in(self, mode: PauseMode, *, clear_cache: bool) -> None:
         self._pause = mode
-        running = dict(self._running)
+        running = list(self._running.values())
         if mode is PauseMode.ABORT:
-            for live in (*self._held.values(), *(live for live, _ in running.values())):
+            for live in (*self._held.values(), *(live for live, _ in running)):
                 self._end_with(live)
             self._held.clear()
             self._held_tokens = 0
         if mode is not PauseMode.WAIT:
-            for _, task in running.values():
+            for _, task in reversed(running):  # the first one comes to the front last
                 task.cancel()
-            await asyncio.gather(*(task for _, task in running.values()), return_exceptions=True)
-            self._keep([live for live, _ in running.values() if not live.is_over])
         await self._quiet.wait()
         if self._pause is None:
             raise UtilityError("the engine was resumed before all requests had finished")
         if clear_cache:
             raise UtilityError("the engine is paused, but vLLM's prefix cache cannot be cleared from here")
 
-    def _keep(self, stopped: Sequence[_Live]) -> None:
-        """Let requests whose connections were closed wait here, before the others, with the tokens that they have."""
-        waiting, self._held, self._held_tokens = list(self._held.values()), {}, 0
-        for live in (*stopped, *waiting):
-            if live.has_token and lacking(replace(live.request, accepted_token_ids=live.token_ids)):
-                self._end_with(live, "the engine was paused; retry the request", ErrorKind.LEAVING)
-            else:
-                self._hold(live)
+    def _keep(self, live: _Live) -> None:
+        """Let a request whose connection a pause has closed wait here, before the others, with the tokens that it
+        has."""
+        if live.has_token and lacking(replace(live.request, accepted_token_ids=live.token_ids)):
+            self._end_with(live, "the engine was paused; retry the request", ErrorKind.LEAVING)
+            return
+        self._hold(live)
+        self._held.move_to_end(live.request.request_id, last=False)
 
     def _resume(self) -> None:
         self._pause = None

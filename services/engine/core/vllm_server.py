@@ -72,7 +72,7 @@ class TokenLogprob(Struct):
 
     token_id: TokenId
     logprob: float
-    rank: int | None = None
+    rank: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
 
 
 class PositionLogprobs(TokenLogprob):
@@ -109,7 +109,7 @@ class _Model(Struct):
     id: str
     root: str | None = None
     parent: str | None = None
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
 class _Models(Struct):
@@ -117,7 +117,8 @@ class _Models(Struct):
 
 
 class _Version(Struct):
-    version: str
+    # A part of the engine's numerics, whose words are parted by slashes.
+    version: Annotated[str, Meta(pattern=r"^[\w.+-]{0,100}$")]
 
 
 class ServerFacts(NamedTuple):
@@ -137,6 +138,10 @@ class ServerFacts(NamedTuple):
     max_model_len: int
     block_size: int
     num_blocks: int
+
+    def is_of(self, other: "ServerFacts") -> bool:
+        """Return whether both may be of one server: of its KV blocks it says nothing while its metrics fail."""
+        return self == other._replace(block_size=self.block_size, num_blocks=self.num_blocks)
 
 
 class VLLMServer:
@@ -165,7 +170,7 @@ class VLLMServer:
         wants a key."""
         models = _decoded(_Models, await self._wanted("GET", "/v1/models")).data
         base = next((each for each in models if each.parent is None), None)
-        if base is None or not base.max_model_len:
+        if base is None or base.max_model_len is None:
             raise ServerLostError("its /v1/models names no model with a max_model_len")
         version = _decoded(_Version, await self._wanted("GET", "/version")).version
         _, page = await self._answer("GET", "/metrics")

@@ -30,6 +30,7 @@ class FakeVLLM:
         num_open: Streams that have not ended.
         num_left: Streams whose client closed the connection before their end.
         after: Tokens of a stream before it waits for ``go``; None: none waits.
+        failing: Requests ("GET /metrics") that are answered with status 503.
         change: Changes an event before it is sent, in tests of what no server may send.
     """
 
@@ -40,6 +41,8 @@ class FakeVLLM:
         self.go = asyncio.Event()
         self.change: Callable[[dict[str, Any]], object] = lambda event: event
         self.is_well = True
+        self.failing: set[str] = set()
+        self.max_model_len = 256
         self.version = version
         self.port = 0
         self._key = key
@@ -95,6 +98,8 @@ class FakeVLLM:
     ) -> None:
         is_allowed = not self._key or headers.get("authorization") == f"bearer {self._key.lower()}"
         match request:
+            case _ if request in self.failing:
+                _respond(writer, 503, b"busy")
             case "GET /health":
                 _respond(writer, 200 if self.is_well else 503, b"")
             case "GET /version":
@@ -105,7 +110,7 @@ class FakeVLLM:
             case _ if not is_allowed:
                 _respond(writer, 401, b'{"error":"Unauthorized"}')
             case "GET /v1/models":
-                models = [{"id": "served", "root": self._root, "parent": None, "max_model_len": 256}]
+                models = [{"id": "served", "root": self._root, "parent": None, "max_model_len": self.max_model_len}]
                 _respond(writer, 200, json.dumps({"object": "list", "data": models}).encode())
             case "POST /inference/v1/generate":
                 await self._generate(json.loads(body), reader, writer)

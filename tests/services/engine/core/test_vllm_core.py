@@ -15,7 +15,7 @@ from tests.services.engine.core.fake_vllm import VOCAB_SIZE, FakeVLLM
 from tests.services.engine.peer import Peer, make_add
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.engine_core.data.errors import EngineDeadError, UtilityError
+from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EngineStartError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -48,6 +48,11 @@ from tokenloom.v1.types_pb2 import (
 )
 
 PROMPT = [5, 6, 7]
+RANKED: dict[str, Any] = {
+    "token_id": 1,
+    "logprob": -1.0,
+    "top_logprobs": [{"token_id": 1, "logprob": -1.0, "rank": 1}],
+}
 
 
 def expected(count: int, prompt: list[int] | None = None) -> list[int]:
@@ -251,6 +256,8 @@ async def test_a_request_that_the_server_breaks_off_moves_while_the_server_stays
         {"token_ids": [1], "finish_reason": "abort"},
         {"token_ids": "1"},
         {"token_ids": [1], "logprobs": None},
+        {"token_ids": [1], "logprobs": {"content": [{**RANKED, "rank": -5}]}},
+        {"token_ids": [1], "logprobs": {"content": [{**RANKED, "rank": 2**40}]}},
     ],
 )
 async def test_what_no_server_may_send_costs_its_own_request_only(
@@ -321,6 +328,7 @@ async def test_pauses_keep_end_or_wait_for_requests(host: Host, server: FakeVLLM
         (FakeVLLM(key="secret"), InvalidArgument, "--remote-vllm-key-file"),
         (FakeVLLM(root="/tmp"), InvalidArgument, "name the same for both"),
         (FakeVLLM(version=""), None, ""),
+        (FakeVLLM(root="/" + 5000 * "x"), None, ""),
     ],
 )
 async def test_a_server_that_cannot_serve_is_refused_by_name(
@@ -333,6 +341,25 @@ async def test_a_server_that_cannot_serve_is_refused_by_name(
         with pytest.raises(error, match=named):
             async with engine_of(socket_dir, server):
                 raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"version": "0.32.0/int8"}, {"version": 101 * "9"}, {"max_model_len": 2**40}, {"max_model_len": -1}]
+)
+async def test_a_server_that_says_nonsense_of_itself_is_not_served(server: FakeVLLM, changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        setattr(server, name, value)
+    with pytest.raises(EngineStartError, match="not of its contract"):
+        async with core_of(server):
+            raise AssertionError("it started")
+
+
+async def test_a_server_that_is_busy_at_the_start_is_no_fault_of_the_options(server: FakeVLLM) -> None:
+    server.failing = {"GET /v1/models"}
+    with pytest.raises(EngineStartError, match="status 503") as caught:
+        async with core_of(server):
+            raise AssertionError("it started")
+    assert not isinstance(caught.value, EngineConfigError)
 
 
 async def test_a_key_is_read_from_its_file(socket_dir: Path) -> None:
@@ -371,6 +398,39 @@ async def test_another_server_in_its_place_ends_the_engine(server: FakeVLLM) -> 
         await core.call_utility("check_health")
         with pytest.raises(EngineDeadError, match="another vLLM answers"):
             await core.get_output()
+
+
+async def test_a_server_whose_metrics_fail_is_no_other(server: FakeVLLM) -> None:
+    async with core_of(server) as core:
+        server.failing = {"GET /metrics"}
+        assert await core.call_utility("check_health") is None
+        await core.add_request(EngineCoreRequest("1", PROMPT, CoreSamplingParams(max_tokens=1, seed=1)))
+
+
+@pytest.mark.parametrize("is_resumed_at_once", [True, False])
+async def test_a_pause_that_ends_early_loses_no_request(server: FakeVLLM, *, is_resumed_at_once: bool) -> None:
+    server.after = 1
+    async with core_of(server) as core:
+        for name in ("1", "2", "3"):
+            await core.add_request(EngineCoreRequest(name, PROMPT, CoreSamplingParams(max_tokens=4, seed=1)))
+        await until(lambda: server.num_open == 3)
+        pause = asyncio.ensure_future(core.call_utility("pause", "keep", False))
+        await asyncio.sleep(0)
+        if is_resumed_at_once:
+            await core.call_utility("resume")
+        pause.cancel()
+        await asyncio.wait([pause])
+        await core.abort_requests(["2"])
+        await core.call_utility("resume")
+        await until(lambda: server.num_open == 2)
+        server.go.set()
+        tokens: dict[str, list[int]] = {"1": [], "2": [], "3": []}
+        async with asyncio.timeout(30):
+            while len(tokens["1"]) + len(tokens["3"]) < 8:
+                for output in (await core.get_output()).outputs:
+                    tokens[output.request_id] += output.new_token_ids
+        assert tokens["1"] == tokens["3"] == expected(4)
+        assert len(tokens["2"]) <= 1, "it was aborted"
 
 
 async def test_a_server_that_is_not_well_gets_no_requests_and_may_recover(server: FakeVLLM) -> None:

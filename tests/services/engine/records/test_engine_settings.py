@@ -57,6 +57,7 @@ def test_flag_environment_and_file_hold_the_same(monkeypatch: pytest.MonkeyPatch
 )
 def test_where_vllm_computes_options_of_a_core_are_refused_by_name(values: dict[str, object], named: str) -> None:
     own = {"remote_vllm": "http://127.0.0.1:8000", "max_num_seqs": 8, "max_model_len": 64, "num_threads": 2}
+    own |= {"engines_on_host": 2, "place_on_host": 1}  # as the second engine of a mesh gets them
     assert EngineSettings.of(**own).remote_vllm == "http://127.0.0.1:8000"
     with pytest.raises(ValueError, match=f"^--remote-vllm: .* leave out {named}"):
         EngineSettings.of(**own, **values)

@@ -271,3 +271,5 @@ def test_where_vllm_computes_its_models_are_not_ours_to_refuse(started: list[Mes
         assert result.exit_code == 2, result.output
         assert "--remote-vllm: vLLM computes" in result.stderr
     assert len(started) == 1
+    result = CliRunner().invoke(app, [*remote, "--engines", "2"])
+    assert result.exit_code == 0, result.output

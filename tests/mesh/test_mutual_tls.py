@@ -242,6 +242,20 @@ async def test_kv_that_nobody_reads_is_given_back(socket_dir: Path, certificates
         await mesh.check_nothing_is_left()
 
 
+async def test_kv_that_is_there_already_is_held_no_longer(socket_dir: Path, certificates: Path) -> None:
+    settings = {**KV, "gateway": {"internal_listen": "127.0.0.1:0"}, "certificates": certificates}
+    async with SplitMesh(socket_dir, ("both",), **settings).running() as mesh, peer_of(certificates, mesh) as peer:
+        (engine,) = mesh.engines
+        params = (await generate(peer, HOLD))["kv_transfer_params"]
+        assert engine.stats.num_leases == 1
+        answer = await generate(peer, READ | {"kv_transfer_params": params})
+        assert answer["choices"][0]["token_ids"] == mesh.expected(PROMPT, 9)
+        assert not engine.stats.num_leases
+        assert not engine.recomputes()
+        again = await generate(peer, READ | {"kv_transfer_params": params})
+        assert again["choices"] == answer["choices"]
+
+
 async def test_kv_parameters_are_refused_elsewhere(socket_dir: Path, certificates: Path) -> None:
     settings = {**KV, "gateway": {"internal_listen": "127.0.0.1:0"}, "certificates": certificates}
     async with SplitMesh(socket_dir, **settings).running() as mesh, peer_of(certificates, mesh) as peer:

@@ -210,6 +210,7 @@ class KVFront:
             transports=expanded(settings.kv_transports, on_host=core.ready.pool_is_on_host),
             must_load=settings.engine.kv.policy == "fail",
             fingerprint=fingerprint,
+            incarnation=(settings.instance_id, host.epoch),
         )
         self.loads = KVLoads(reader, core, self._link, self._registry, host.channels, host.fall_backs)
 

@@ -20,10 +20,12 @@ from tokenloom.engine_core.data.errors import EngineDeadError
 from tokenloom.engine_core.data.kv_messages import (
     LEASE_ENDS,
     REQUEST_ENDED,
+    KVAcquire,
     KVAnswer,
     KVCall,
     KVEvent,
     KVOwnersLeft,
+    KVRelease,
     KVRemoteProgress,
     KVTarget,
     KVVerdict,
@@ -262,6 +264,7 @@ class ReaderConfig:
         transports: Names of transports, best first.
         must_load: Whether a request fails if its KV cannot be loaded; otherwise its prompt is computed here.
         fingerprint: What the engine serves; its weights change.
+        incarnation: This engine, as the owner in a ``KVSource``.
     """
 
     host: str
@@ -272,6 +275,7 @@ class ReaderConfig:
     num_kv_groups: int = 1
     has_states: bool = False
     fingerprint: types_pb2.Fingerprint = field(default_factory=types_pb2.Fingerprint)
+    incarnation: tuple[str, int] = ("", 0)
 
 
 class _Load:
@@ -328,6 +332,11 @@ class KVLoads:
 
     async def _run(self, attempt: Attempt, source: engine_pb2.KVSource) -> None:
         try:
+            if (source.engine_id, source.engine_epoch) == self._config.incarnation:
+                await self._end_own(attempt, source)
+                if attempt.request is not None:
+                    await self._hand_over(attempt, attempt.request)
+                return
             async with AsyncExitStack() as stack:
                 try:
                     owner = await self._registry.find(source.engine_id, source.engine_epoch)
@@ -344,7 +353,6 @@ class KVLoads:
         request = attempt.request
         if request is None:
             raise KVTransferError("not_found", "the attempt has ended")
-        token_ids = [*request.listed_prompt(), *request.accepted_token_ids][: source.num_tokens]
         if not (transports := self._paths.to(owner)):
             raise KVTransferError("transport", f"no transport of this engine reaches engine {owner.engine_id!r}")
         began = self._core.clock()
@@ -354,9 +362,7 @@ class KVLoads:
                 lease_id=source.lease_id,
                 engine_epoch=source.engine_epoch,
                 kv_layout=self._config.kv_layout,
-                prompt_digest=prompt_digest(
-                    token_ids, content_salt(request.cache_salt, request.prompt_embeds, request.media)
-                ),
+                prompt_digest=_digest(request, source),
                 transports=transports,
                 weights=self._config.fingerprint.weights,
             ),
@@ -368,6 +374,17 @@ class KVLoads:
         )
         attempt.kv.wait_ns += round((self._core.clock() - began) * 1e9)
         return reading
+
+    async def _end_own(self, attempt: Attempt, source: engine_pb2.KVSource) -> None:
+        """End a lease of this engine on KV from which a request goes on here: its blocks are in the prefix cache."""
+        if attempt.request is None:
+            return
+        digest, config = _digest(attempt.request, source), self._config
+        acquired = await self._link.call(
+            lambda call_id: KVAcquire(call_id, source.lease_id, config.kv_layout, digest, list(config.transports))
+        )
+        if (target := acquired.target) is not None:  # None: it has ended, or is of another prompt
+            await self._link.call(lambda call_id: KVRelease(call_id, target.acquisition_id, target.generations))
 
     async def _do_without(self, attempt: Attempt, failure: KVTransferError) -> None:
         if attempt.request is None:
@@ -454,6 +471,12 @@ class KVLoads:
         async for tokens_ready in reading.progress():
             await self._link.send(KVRemoteProgress(key, tokens_ready))
         await load.over.wait()
+
+
+def _digest(request: EngineCoreRequest, source: engine_pb2.KVSource) -> bytes:
+    """Return what binds a lease to the tokens of a request that its KV covers, and to its salt."""
+    token_ids = [*request.listed_prompt(), *request.accepted_token_ids][: source.num_tokens]
+    return prompt_digest(token_ids, content_salt(request.cache_salt, request.prompt_embeds, request.media))
 
 
 async def _release(reading: Reading) -> ReleaseVerdict:

@@ -159,6 +159,11 @@ class LastSnapshot:
         reports = (entry.report for entry in self._entries if _key(entry) == key)
         return sum(report.running + report.waiting for report in reports)
 
+    def serves(self, key: EngineKey) -> Fingerprint | None:
+        """Return what an incarnation of an engine serves; None for one that is not in the snapshot."""
+        found = (entry.identity.fingerprint for entry in self._entries if _key(entry) == key)
+        return next(found, None)
+
     def count(self, key: EngineKey) -> None:
         """Count one more leg that was placed on an engine."""
         self._picks[key] += 1

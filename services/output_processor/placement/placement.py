@@ -142,6 +142,10 @@ class Placer:
         pool.MergeFrom(self._fingerprint)
         return pool
 
+    def pool_of_engine(self, key: EngineKey) -> Fingerprint | None:
+        """Return what an engine serves, as :meth:`place` takes it; None: the last snapshot does not have it."""
+        return self._snapshot.serves(key)
+
     def ask(self, submit: Submit) -> PendingPick | None:
         """Ask for the first engine of a request that :meth:`at_once` does not place, so that the request can be made
         while the coordinator answers.

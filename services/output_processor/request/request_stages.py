@@ -117,6 +117,8 @@ class RequestStages:
             return
         output.timeline.prefill_engine = half.source.engine_id
         self._kv, self._handed_over = half.source, True
+        # As if its engine had been placed here: the request goes on where engines compute alike and can read its KV.
+        self._pool = self._placer.pool_of_engine(EngineKey(half.source.engine_id, half.source.engine_epoch))
         self._place(_DECODE)
 
     def replay(self) -> None:
@@ -181,11 +183,7 @@ class RequestStages:
         """Send the prefill leg, or all of the sample, to an engine."""
         timeline, identity = self._output.timeline, attempt.link.identity
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
-        before, self._pool = self._pool, attempt.link.serves
-        if before is not None and before.numerics and self._output.token_ids and before.numerics != self._pool.numerics:
-            timeline.mixed_numerics = True
-        if self._pool.weights:
-            self._output.compute_with(self._pool.weights)
+        self._compute_in(attempt.link.serves)
         self._prefill = attempt
         holds = not attempt.whole_request or (self._half is not None and self._half.hold)
         self._send(attempt, self._output.token_ids, hold_kv=holds)
@@ -193,16 +191,22 @@ class RequestStages:
         if self._on_settled is not None and attempt.whole_request and not self._params.HasField("prompt_logprobs"):
             self._settle(attempt)
 
+    def _compute_in(self, pool: Fingerprint) -> None:
+        """Note what the engine serves that computes the next tokens."""
+        before, self._pool = self._pool, pool
+        if before is not None and before.numerics and self._output.token_ids and before.numerics != pool.numerics:
+            self._output.timeline.mixed_numerics = True
+        if pool.weights:
+            self._output.compute_with(pool.weights)
+
     def _send_decode(self, attempt: EngineAttempt) -> None:
         prefill, journal = self._prefill, self._output.token_ids
         self._output.timeline.decode_engine = attempt.link.identity.engine_id
         if prefill is None:  # another request has computed the prompt
             assert self._kv is not None
-            self._decode, self._pool = attempt, attempt.link.serves
-            if self._pool.weights:
-                self._output.compute_with(self._pool.weights)
-            is_there = attempt.link.key == EngineKey(self._kv.engine_id, self._kv.engine_epoch)
-            self._send(attempt, journal, kv_source=None if is_there else self._kv)
+            self._decode = attempt
+            self._compute_in(attempt.link.serves)
+            self._send(attempt, journal, kv_source=self._kv)  # the engine that has it ends its lease
             return
         is_same = attempt.link.key == prefill.link.key
         # The decode leg would wait on the engine for the prefill leg that still runs there, and hold a second seat

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from tests.loop_clock import pass_time
-from tests.services.output_processor.fakes import LENGTH, SOON, STOP
+from tests.services.output_processor.fakes import LENGTH, SOON, STOP, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import (
     ABORT,
@@ -22,7 +22,9 @@ from tests.services.output_processor.legs import (
 )
 from tokenloom.request.errors import EngineKiller, ResourceExhausted
 from tokenloom.services.output_processor.placement.engine_search import Lifetime
-from tokenloom.v1.engine_pb2 import Finished, SessionTurn
+from tokenloom.v1.engine_pb2 import Finished, KVSource, SessionTurn
+from tokenloom.v1.output_processor_pb2 import KVHandover
+from tokenloom.v1.types_pb2 import Fingerprint
 
 __all__ = ["roles"]  # a fixture
 
@@ -73,6 +75,27 @@ async def test_each_leg_is_picked_when_it_is_due_and_within_the_pool_of_the_firs
     assert (first.prompt_tokens, second.prompt_tokens) == (3, 4)
     assert list(first.block_hash_prefixes) == list(second.block_hash_prefixes) == [3, 4]
     assert (first.fingerprint.weights, second.fingerprint.weights, second.fingerprint.kv_layout) == (b"", b"w", "HND")
+
+
+async def test_the_second_half_of_a_peers_request_stays_in_the_pool_of_the_first(mesh: Mesh) -> None:
+    ids = mesh.ids("Once upon")
+    first, other = mesh.coordinator.engines[0], mesh.coordinator.engines[2]
+    for engine in mesh.coordinator.engines:
+        engine.fingerprint.MergeFrom(Fingerprint(weights=b"w", kv_layout="HND", block_size=16, numerics="a"))
+    other.fingerprint.numerics = "b"  # which only an operator allows
+    mesh.coordinator.publish()
+    await mesh.coordinator.published()
+    gateway = await mesh.gateway()
+    kv = KVSource(engine_id=first.engine_id, engine_epoch=first.epoch, lease_id=bytes(16), num_tokens=3)
+    await gateway.send(submit=[submit(1, kv_transfer=KVHandover(source=kv, first_token_id=ids[0]))])
+    decode = await part(mesh, 2)
+    assert [pick.fingerprint for pick in mesh.coordinator.requests] == [first.fingerprint]
+    assert (decode.add.kv_source, list(decode.add.accepted_token_ids)) == (kv, ids[:1])
+    decode.stream.send((decode.slot, 1, ids[1:]))
+    decode.finish(len(ids))
+    _, got, finished = await gateway.until_finished(1)
+    assert got == ids
+    assert finished.timeline.mixed_numerics
 
 
 async def test_both_legs_name_the_turn_of_the_session(mesh: Mesh) -> None:

@@ -196,6 +196,9 @@ class Preparer:
         is_compared = request.compared is not None or request.keep_seconds
         if isinstance(request.prompts, Chat):
             chat = request.prompts
+            if len(chat.token_ids) >= limits.max_model_len:  # refused before anything looks at its images
+                no_params = types_pb2.SamplingParams()
+                validation.check_prompt(chat.token_ids, no_params, limits, field=request.prompt_field)
             sizes: Sequence[tokenizer_pb2.MediaSize] = () if media is None else await media.put()
             if request.edits is None:
                 encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name, media=sizes)

@@ -106,6 +106,15 @@ async def test_an_output_without_a_limit_takes_what_the_prompt_leaves(vision: Vi
     assert alone.sampling_params.max_tokens == beside.sampling_params.max_tokens == rest > 16
 
 
+async def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_read(vision: Vision) -> None:
+    part = {"type": "image_url", "url": data_url(IMAGE)}
+    asked = {"token_ids": [1] * LIMITS.max_model_len, "sampling_params": {"max_tokens": 3}, "content_parts": [part]}
+    response = await vision.http.post("/inference/v1/generate", json=asked)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert not vision.num_puts
+    assert not vision.chats
+
+
 async def test_an_image_may_be_fetched_and_named(vision: Vision) -> None:
     first = {"type": "image_url", "url": "https://example.com/a.png", "uuid": "mine"}
     plain = {"token_ids": list(b"abcd"), "sampling_params": {"max_tokens": 3}}

@@ -67,11 +67,13 @@ def main(arguments: Sequence[str] | None = None, measure: Measure | None = None)
     parser.add_argument("--limit", type=float, default=20.0, help="milliseconds beyond the base [%(default)s]")
     parser.add_argument("services", nargs="*", default=SERVICES, help="services to start [all but encoders]")
     options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     is_slow = False
     for service in options.services:
         base, ours = compare((options.base, options.ours), service, options.rounds, measure)
         more = 1000 * (ours - base)
-        is_slow = is_slow or more > options.limit
+        is_slow = is_slow or not more <= options.limit  # no number is no limit that holds
         sys.stdout.write(f"{service}: {1000 * base:.0f} ms, {1000 * ours:.0f} ms: {more:+.1f} ms of CPU\n")
     return int(is_slow)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
 PATIENCE_SECONDS = 600.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
 
 
 def find_program(name: str, roots: tuple[str, ...]) -> str | None:
@@ -51,7 +52,7 @@ class VLLMProcess:
     def version(self) -> str:
         from json import loads
 
-        with urllib.request.urlopen(f"{self.url}/version", timeout=10) as answer:
+        with _OPENER.open(f"{self.url}/version", timeout=10) as answer:
             return str(loads(answer.read())["version"])
 
     def start(self) -> None:
@@ -92,7 +93,7 @@ class VLLMProcess:
             if self._process is None or self._process.poll() is not None:
                 break
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                with _OPENER.open(f"{self.url}/health", timeout=5):
                     return
             except (OSError, urllib.error.URLError):
                 time.sleep(1)

@@ -30,6 +30,12 @@ def test_the_limit(more: float, status: int, capsys: pytest.CaptureFixture[str])
     assert f"engine: 500 ms, {500 + 1000 * more:.0f} ms" in capsys.readouterr().out
 
 
+def test_a_measurement_that_could_not_fail_is_none() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--base", "base", "--rounds", "0"], lambda _, __: 0.5)
+    assert main(["--base", "base", "--rounds", "1", "--limit", "nan"], lambda _, __: 0.5) == 1
+
+
 def test_a_start_that_fails_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no_such of .* ended with status 1"):
         processor_seconds(Path(__file__).parents[2], "no_such", tmp_path)

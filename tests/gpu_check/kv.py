@@ -113,7 +113,7 @@ def _decode_meanwhile(
     rows: Rows, target: Target, folder: Path, readers: dict[str, KVReader], pool: KVPool, num_blocks: int
 ) -> None:
     """Decode 32 requests with 8 layers of an 8B, while another thread reads KV again and again."""
-    count, length, num_steps = target.pick((32, 512, 100), (2, 8, 3))
+    count, length, num_steps = target.pick((32, 512, 50), (2, 8, 3))
     options = {"max_num_seqs": count, "max_model_len": length + 512, "pool_tokens": count * (length + 768)}
     with llama_8b.loaded(folder, target, num_layers=target.pick(8, 2), **options) as driver:
         for name in [None, *readers]:

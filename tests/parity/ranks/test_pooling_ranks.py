@@ -3,6 +3,7 @@ of the weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,8 @@ def layer_bytes(core: EngineCore) -> list[int]:
     executor: Any = core.executor
     workers = executor.workers if isinstance(executor, RankThreads) else [executor._worker]
     assert all(isinstance(worker, EncoderWorker) for worker in workers)
-    return [sum(each.nbytes for each in tensors_of(worker._model._layers)) for worker in workers]
+    models: list[Any] = [SimpleNamespace(layers=worker._model._layers) for worker in workers]
+    return [sum(each.nbytes for each in tensors_of(model)) for model in models]
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -168,7 +168,7 @@ def has_tenants() -> bool:
 PROBES: dict[str, Callable[[], bool]] = {
     "Tokenloom has tensor, pipeline, context, expert and data parallelism too, and runs them on "
     "CPUs.": parallel_on_cpus,
-    "Tokenloom's GPU path has Triton kernels and graphs of decode steps, but has not run on a GPU yet "
+    "Tokenloom's GPU path has Triton kernels and graphs of decode steps, and has run on one GPU by a check alone "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
     "Tokenloom's models read text, images and sounds, but no video.": images_and_sounds_but_no_video,
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,

@@ -254,7 +254,7 @@ def _copy(name: str, output: IO[str], log: Path) -> None:
 
 
 def write_table(results: Path) -> None:
-    """Write the rows so far as ``table.md``, as it is kept under ``benchmarks/results``, with what failed sections
+    """Write the rows so far as ``table.md``, of which ``tests/gpu_check/h200.md`` keeps one, with what failed sections
     printed last."""
     versions = lines_of(results / "versions.json")
     lines = [f"{key}: {value}" for each in versions for key, value in each.items() if value]

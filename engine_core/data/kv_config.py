@@ -117,7 +117,7 @@ class KVConfig(Struct, frozen=True):
         Meta(extra={"name": "kv_store_bytes"}),
     ] = 0
     store_timeout_seconds: Annotated[
-        _Seconds,
+        Annotated[float, Meta(gt=0, le=3600)],  # clocks of threads end with an OverflowError beyond some years
         "Seconds that a request waits for what --kv-store has of its prompt, and without an answer after which the "
         "store is left alone for a while.",
         Meta(extra={"name": "kv_store_timeout"}),

@@ -97,11 +97,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 class FolderStore:
     """Keeps each block in a file of a folder that engines of this host share, within one total of bytes.
 
-    The folder's ledger has the bytes that are kept or about to be written. Whoever writes holds the ledger's lock while
-    it makes room and reserves, and the lock of its own unfinished file until the file is whole and renamed. The system
-    drops locks with the process that holds them, so a crash leaves none, and an unfinished file without a lock is that
-    of a dead engine. Readers lock nothing: a file that has its name is whole. If somebody empties the folder or removes
-    it, the next engine that writes begins a ledger that all of them use from then on.
+    The folder's ledger has the bytes that are kept or about to be written. An engine that writes holds the ledger's
+    lock while it makes room and reserves, and the lock of its own unfinished file until the file is whole and renamed.
+    The system drops locks with the process that holds them, so a crash leaves none, and an unfinished file without a
+    lock is that of a dead engine. Readers lock nothing: a file that has its name is whole. If the folder is emptied or
+    removed, the next engine that writes begins a ledger that all of them use from then on.
 
     The time of a file is that of its last use; one that was found less than :data:`LEASE_SECONDS` ago is not evicted.
     """
@@ -246,7 +246,7 @@ class FolderStore:
         return os.open(self._folder / _LEDGER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _total(self) -> int | None:
-        """Return the bytes that the ledger counts; None if nobody has counted yet."""
+        """Return the bytes that the ledger counts; None if no engine has counted yet."""
         packed = os.pread(self._ledger, _TOTAL.size, 0)
         return int(_TOTAL.unpack(packed)[0]) if len(packed) == _TOTAL.size else None
 

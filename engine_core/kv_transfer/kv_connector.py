@@ -116,6 +116,28 @@ class KVConnectorScheduler(Protocol):
         """Return the number of open leases."""
 
 
+class HoldsNothing:
+    """Base of connectors that hold no block for another engine: what holds need does nothing here."""
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+    def request_preempted(self, request: RequestKV) -> None:
+        pass
+
+    def request_aborted(self, request_id: str) -> None:
+        pass
+
+    def revoke_oldest(self) -> str | None:
+        return None
+
+    def shorten_oldest_lease(self) -> None:
+        pass
+
+    def num_leases(self) -> int:
+        return 0
+
+
 class KVConnectorWorker(Protocol):
     """The side of the connector that moves bytes. Called from the thread that steps; no method waits for a transfer.
 

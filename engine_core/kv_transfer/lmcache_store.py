@@ -109,7 +109,7 @@ class Connection:
 
 
 def _is_stale(connection: socket.socket) -> bool:
-    """Return whether an idle connection has ended, as when its server was started anew, or brings what nobody asked."""
+    """Return whether an idle connection has ended, as when its server was started anew, or brings an unasked answer."""
     connection.settimeout(0)
     try:
         connection.recv(1, socket.MSG_PEEK)
@@ -239,4 +239,4 @@ def _read_ahead(
             yield value
     finally:
         if num_sent != num_read:
-            link.close()  # answers that nobody reads any more are on their way
+            link.close()  # its remaining answers belong to calls that have given up

@@ -17,7 +17,7 @@ from ..data.request import ParkedTokens, RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import MOVED, BlockPool, hash_next_block
 from ..kv_cache.state_slots import StateSlotPool
-from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
+from .kv_connector import HoldsNothing, KVConnectorMetadata, KVConnectorStats
 from .kv_transport import KVPool
 from .offload_tier import MoveCosts, OffloadTier, ParkedFile, SavedStates, TierIndex, TierLoad, TierSave, find_tier_hits
 
@@ -51,7 +51,7 @@ class OffloadMetadata(KVConnectorMetadata):
     loads: list[TierLoad]
 
 
-class OffloadConnector:
+class OffloadConnector(HoldsNothing):
     """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with a file."""
 
     def __init__(self, cache: CacheConfig, directory: Path, capacity_bytes: int) -> None:
@@ -162,27 +162,9 @@ class OffloadConnector:
         self._evictions, self._loads, self._evicted_bytes = [], [], 0
         return metadata
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        pass
-
-    def request_preempted(self, request: RequestKV) -> None:
-        pass
-
     def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._matches.pop(request.request_id, None)
         return False  # cached blocks are saved when they are evicted
-
-    def request_aborted(self, request_id: str) -> None:
-        pass
-
-    def revoke_oldest(self) -> str | None:
-        return None
-
-    def shorten_oldest_lease(self) -> None:
-        pass
-
-    def num_leases(self) -> int:
-        return 0
 
     # Worker side
 

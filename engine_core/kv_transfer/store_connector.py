@@ -18,7 +18,7 @@ from ..kv_cache.block_pool import BlockPool, hash_next_block
 from ..kv_cache.prefix_search import group_key
 from ..kv_cache.state_slots import StateSlotPool
 from .block_store import HEAD_BYTES, LEASE_SECONDS, BlockStore, store_key
-from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
+from .kv_connector import HoldsNothing, KVConnectorMetadata, KVConnectorStats
 from .kv_transport import KVPool
 from .offload_tier import find_tier_hits
 from .store_queue import SavedBlock, StoreJob, StoreQueue
@@ -46,7 +46,7 @@ class _Search:
         """A time of ``time.monotonic``: later, the store may have given up what it had."""
 
 
-class StoreConnector:
+class StoreConnector(HoldsNothing):
     """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with a store."""
 
     def __init__(
@@ -121,7 +121,7 @@ class StoreConnector:
                 fresh[block_id] = block_hash
             return is_new
 
-        # In its place, so that a pool whose blocks nobody shares makes no further call.
+        # In its place, so that a pool whose blocks are not shared makes no further call.
         pool.register = note_registered  # type: ignore[method-assign]
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
@@ -167,28 +167,10 @@ class StoreConnector:
         self._loads = []
         return metadata
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        pass
-
-    def request_preempted(self, request: RequestKV) -> None:
-        pass
-
     def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._searches.pop(request.request_id, None)
         self._matches.pop(request.request_id, None)
         return False  # blocks are saved while they are in the pool, held or not
-
-    def request_aborted(self, request_id: str) -> None:
-        pass
-
-    def revoke_oldest(self) -> str | None:
-        return None
-
-    def shorten_oldest_lease(self) -> None:
-        pass
-
-    def num_leases(self) -> int:
-        return 0
 
     # Worker side
 

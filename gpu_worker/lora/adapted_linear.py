@@ -58,7 +58,7 @@ class AdaptedRows:
             from ..layers.triton_linear import ExpertTiles
 
             slots = to_device(self._all_slots.astype(np.int64)[:, None], device)
-            counts = torch.zeros(self._num_slots, dtype=torch.int64, device=device)  # which nobody reads
+            counts = torch.zeros(self._num_slots, dtype=torch.int64, device=device)  # for the kernel, not read
             num_rows = torch.full((1,), len(slots), dtype=torch.int32, device=device)
             self._tiles = ExpertTiles.sort(slots, self._num_slots, counts, num_rows)
         return self._tiles

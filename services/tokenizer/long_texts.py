@@ -219,7 +219,7 @@ Scope: TypeAlias = tuple[str, bytes]
 
 
 class ChunkCache:
-    """Keeps the ids of chunks, by scope: by the time that an answer takes, nobody learns of others' texts.
+    """Keeps the ids of chunks, by scope: the time that an answer takes shows no tenant the texts of another.
 
     Several threads may use it.
     """

@@ -105,7 +105,7 @@ class PooledOutputs:
         elif finished.reason == types_pb2.FINISH_REASON_ABORT:  # an operator paused the engines
             self.fail(errors.Unavailable("The engines ended the request before its result; retry."))
         elif self.weights_version not in ("", finished.weights_version):
-            # Vectors of two versions cannot be compared, and nobody could tell them apart in one answer.
+            # Vectors of two versions cannot be compared, and an answer does not say which is which.
             self.fail(errors.WeightsReplaced("The engines' weights were replaced during the call; send it again."))
         elif parts:
             self.results[index] = PooledResult(tuple(parts[0].shape), b"".join(part.data for part in parts))

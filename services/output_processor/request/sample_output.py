@@ -105,7 +105,7 @@ class SampleOutput:
     def compute_with(self, weights: bytes) -> None:
         """Note which weights compute the next tokens, and tell the gateway, whose next output processor must know."""
         if not self.token_ids:
-            self.weights = [weights]  # told with the first token
+            self.weights = [weights]  # the answer names them with the first token
             return
         if self.weights[-1:] != [weights]:
             self.weights.append(weights)

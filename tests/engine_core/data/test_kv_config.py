@@ -41,6 +41,7 @@ def test_what_names_no_store(url: str, tmp_path: object) -> None:
         ({"kv_store_bytes": 5}, "kv_store_bytes: there is no kv_store"),
         ({"kv_store": "lm://h:1", "enable_prefix_caching": False}, "kv_store: .*set enable_prefix_caching"),
         ({"kv_store": "lm://h:1", "kv_store_timeout": 0}, "kv_store_timeout"),
+        ({"kv_store": "lm://h:1", "kv_store_timeout": 1e10}, "kv_store_timeout"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_a_start(

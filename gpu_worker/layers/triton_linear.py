@@ -1,6 +1,7 @@
 """Computes linear layers on a GPU: few rows with a Triton kernel that streams the weights, more rows with cuBLAS, and
 the experts of a layer with two grouped products, whatever the router chose."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class TritonLinear:
         self._bias = bias
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether the kernel computes these rows: at most 16, of 16 bits. Others are cuBLAS's."""
+        """Return whether the kernel computes these rows, of 16 bits: others, and all of a Hopper GPU, are cuBLAS's."""
         return are_few(x)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -87,7 +88,16 @@ class TritonLinear:
 
 def are_few(x: Tensor) -> bool:
     """Return whether :func:`multiply_few` computes these rows."""
-    return len(x) <= MOST_ROWS and x.dtype in _DTYPES
+    return len(x) <= _most_rows(x.device) and x.dtype in _DTYPES
+
+
+@functools.cache
+def _most_rows(device: torch.device) -> int:
+    """Return how many rows the kernel for few rows computes on a device at most."""
+    # On an H200 cuBLAS was faster for each shape, and a decode step of an 8B took 6 ms instead of 12
+    # (tests/gpu_check/h200.md). Other GPUs have not been measured.
+    is_on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return 0 if is_on_gpu and torch.cuda.get_device_capability(device) == (9, 0) else MOST_ROWS
 
 
 def multiply_few(

@@ -210,3 +210,10 @@ def test_rows_are_rounded_as_without_the_kernel(dtype, size):
     expected, expected_scales = round_rows(x)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0, equal_nan=True)
     assert torch.equal(numbers[:4].view(torch.uint8), expected[:4].view(torch.uint8))
+
+
+@pytest.mark.parametrize(("capability", "most"), [((8, 0), 16), ((9, 0), 0), ((10, 0), 16)])
+def test_a_gpu_on_which_cublas_is_faster_leaves_few_rows_to_it(monkeypatch, capability, most):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert triton_linear._most_rows.__wrapped__(torch.device("cuda", 0)) == most

@@ -43,5 +43,5 @@ def test_a_way_that_does_not_work_is_a_row_and_stops_no_other(tmp_path, monkeypa
     rows = Rows("speeds", tmp_path)
     speeds._product(rows, CPU, 1, 64, 32)
     found = {row["name"].rpartition(", ")[2]: row for row in map(json.loads, rows.file.read_text().splitlines())}
-    assert found["Triton"]["note"] == "RuntimeError: no such kernel"
+    assert found["Triton"]["not_run"] == "RuntimeError: no such kernel"
     assert found["cuBLAS"]["us"] > 0

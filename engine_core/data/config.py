@@ -279,8 +279,9 @@ class SchedulerConfig(Struct, frozen=True):
     ] = None
     enable_chunked_prefill: Annotated[bool, "Let the prefill of a prompt take several steps."] = True
     async_scheduling: Annotated[
-        bool, "Schedule the next step while one runs; of no use if the model computes on the CPU."
-    ] = False
+        bool | None,
+        "Schedule the next step while one runs; by default where the model computes on a GPU. Of no use on a CPU.",
+    ] = None
     policy: Annotated[
         str,
         "Which waiting request is scheduled first: fcfs: the earliest; priority: the one with the "

@@ -40,7 +40,7 @@ def make_executor(
         raise ValueError(f"distributed_executor_backend is {backend!r}; use uni for one worker, mp or ray for several")
     worker = make_worker(config)
     if isinstance(worker, TimedWorker):
-        return TimedExecutor(worker, overlaps=config.scheduler.async_scheduling)
+        return TimedExecutor(worker, overlaps=bool(config.scheduler.async_scheduling))
     # One thread by default: on a CPU the model computes on the cores that would schedule, and overlapping gave 0.98 of
     # the tokens/s on the demo model, 1.08 where the worker only waits.
     return ThreadedExecutor(worker) if config.scheduler.async_scheduling else UniProcExecutor(worker)

@@ -92,7 +92,7 @@ class Scheduler:
         self._clock = clock
         self._recorder = recorder = StatsRecorder(clock, cache, scheduler)
         self._adapters = adapters
-        overlaps_drafts = speculative is not None and scheduler.async_scheduling
+        overlaps_drafts = speculative is not None and bool(scheduler.async_scheduling)
         defers_drafts = overlaps_drafts and num_stages == 1
         if defers_drafts and self._states is not None:
             # Right drafts beside a wrong one are computed again, by a step that was planned before: their rows stay

@@ -16,8 +16,8 @@ from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError
 from tokenloom.engine_core.data.messages import ArrivedRows, EngineCoreOutput, EngineCoreOutputs, RowsWanted
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
-from tokenloom.preflight.host import may_have_gpu
 from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
+from tokenloom.services.engine.records.engine_settings import may_have_gpu
 
 from .media import OfflineMedia, PromptMedia
 from .offline_request import CoreRefusal, OfflineRequest

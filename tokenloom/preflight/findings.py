@@ -19,9 +19,10 @@ from typing import Literal
 from tokenloom.gpu_worker.kernels.levels import available_levels
 from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, FOLDER, library_name, variants
 from tokenloom.process.plugins import find_package, installed_packages
+from tokenloom.services.engine.records.engine_settings import may_have_gpu
 from tokenloom.services.runtime.host.limits import NEEDED
 
-from .host import check_encoder_packages, check_engine_packages, check_run_directory, may_have_gpu, platform_note
+from .host import check_encoder_packages, check_engine_packages, check_run_directory, platform_note
 from .small_files import CannotServe
 
 Level = Literal["ok", "warn", "fail"]

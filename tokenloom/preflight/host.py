@@ -8,7 +8,6 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from glob import glob
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -246,17 +245,3 @@ def _bounds(package: str) -> Iterator[tuple[str, str]]:
 
 def _version_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
-
-
-_GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
-"""What the drivers of NVIDIA, of WSL and of AMD make for GPUs."""
-
-
-def may_have_gpu() -> bool:
-    """Return whether the installed torch computes on GPUs, and this machine has one; neither is started for that."""
-    # Asking the driver, as torch does, would make CUDA unusable in the parts that are forked from this process.
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None or not any(map(glob, _GPU_NODES)):
-        return False
-    version = (Path(torch.origin).parent / "version.py").read_text(encoding="utf-8")
-    return re.search(r"^(cuda|hip)\b[^=]*= *['\"]", version, re.MULTILINE) is not None

@@ -22,8 +22,8 @@ from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
 from tokenloom.model_files.sentence_texts import read_modules
 from tokenloom.model_files.tokenizer_json import can_make_tokenizer, check_sentence_piece, has_byte_level_files
+from tokenloom.services.engine.records.engine_settings import may_have_gpu
 
-from .host import may_have_gpu
 from .model_place import check_place
 from .small_files import CannotServe, check_content, read_object
 

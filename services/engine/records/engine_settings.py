@@ -1,6 +1,9 @@
 """Options of an engine: those of its front, and the whole configuration of its core."""
 
+import re
 from functools import reduce
+from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -230,7 +233,7 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
     Raises ``ValueError`` if an option does not fit the checkpoint.
     """
     worker = replace(config.worker, model=checkpoint)
-    config = replace(config, lora=_with_absolute_paths(config.lora))
+    config = replace(config, lora=_with_absolute_paths(config.lora), scheduler=_for_device(config))
     config = replace(config, speculative=_with_path(config.speculative, Path(checkpoint)))
     if not checkpoint:
         return replace(config, worker=worker, structured_output=None)
@@ -263,3 +266,27 @@ def _with_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> Specu
         return replace(speculative, model=str(resolve(speculative.model)))
     except (NotFound, Unavailable) as error:
         raise ValueError(f"speculative_config: {error}") from None
+
+
+def _for_device(config: EngineConfig) -> SchedulerConfig:
+    """Return the limits of a step with the default that depends on the device: a step is scheduled while one computes
+    where a GPU does the computing, since on a CPU both take the same cores."""
+    worker, scheduler = config.worker, config.scheduler
+    if scheduler.async_scheduling is not None:
+        return scheduler
+    has_gpu = worker.device == "cuda" or (worker.device == "auto" and may_have_gpu())
+    return replace(scheduler, async_scheduling=worker.worker == "model" and has_gpu)
+
+
+_GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+"""What the drivers of NVIDIA, of WSL and of AMD make for GPUs."""
+
+
+def may_have_gpu() -> bool:
+    """Return whether the installed torch computes on GPUs, and this machine has one; neither is started for that."""
+    # Asking the driver, as torch does, would make CUDA unusable in the parts that are forked from this process.
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None or not any(map(glob, _GPU_NODES)):
+        return False
+    version = (Path(torch.origin).parent / "version.py").read_text(encoding="utf-8")
+    return re.search(r"^(cuda|hip)\b[^=]*= *['\"]", version, re.MULTILINE) is not None

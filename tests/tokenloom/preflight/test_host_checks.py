@@ -5,7 +5,6 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,21 +272,3 @@ def test_other_platforms_get_one_sentence(
     monkeypatch.setattr(host.platform, "machine", lambda: machine)
     assert note in host.platform_note()
     assert bool(host.platform_note()) == bool(note)
-
-
-@pytest.mark.parametrize(
-    ("version", "has_node", "expected"),
-    [
-        ("cuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n", True, True),
-        ("cuda: Optional[str] = '12.6'\n", False, False),
-        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True, False),
-    ],
-)
-def test_a_gpu_needs_a_device_and_a_torch_for_it(
-    version: str, has_node: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "version.py").write_text(version)
-    (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(host, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    monkeypatch.setattr(host, "_GPU_NODES", (str(tmp_path / ("nvidia*" if has_node else "none*")),))
-    assert host.may_have_gpu() is expected

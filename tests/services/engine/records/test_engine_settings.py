@@ -1,11 +1,13 @@
 """How an engine's options become the configuration of its core."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.services.engine.records import engine_settings
 from tokenloom.services.engine.records.engine_settings import EngineSettings, for_checkpoint
 
 
@@ -74,3 +76,44 @@ def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
 def test_a_key_file_without_a_server_is_refused() -> None:
     with pytest.raises(ValueError, match="of no use without --remote-vllm"):
         EngineSettings.of(remote_vllm_key_file="/tmp/key")
+
+
+@pytest.mark.parametrize(
+    ("version", "has_node", "expected"),
+    [
+        ("cuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n", True, True),
+        ("cuda: Optional[str] = '12.6'\n", False, False),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True, False),
+    ],
+)
+def test_a_gpu_needs_a_device_and_a_torch_for_it(
+    version: str, has_node: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(version)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(
+        engine_settings, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
+    monkeypatch.setattr(engine_settings, "_GPU_NODES", (str(tmp_path / ("nvidia*" if has_node else "none*")),))
+    assert engine_settings.may_have_gpu() is expected
+
+
+@pytest.mark.parametrize(
+    ("worker", "has_gpu", "expected"),
+    [
+        (WorkerConfig(device="auto"), True, True),
+        (WorkerConfig(device="auto"), False, False),
+        (WorkerConfig(device="cuda"), False, True),
+        (WorkerConfig(device="cpu"), True, False),
+        (WorkerConfig(worker="hash"), True, False),
+    ],
+)
+def test_steps_overlap_by_default_where_a_gpu_computes(
+    worker: WorkerConfig, has_gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_settings, "may_have_gpu", lambda: has_gpu)
+    config = EngineConfig(worker=worker)
+    assert for_checkpoint(config, "").scheduler.async_scheduling is expected
+    for chosen in (True, False):
+        config = EngineConfig(worker=worker, scheduler=SchedulerConfig(async_scheduling=chosen))
+        assert for_checkpoint(config, "").scheduler.async_scheduling is chosen

@@ -31,7 +31,7 @@ class Terminal:
         """What came up to and with `wanted`, since the last call."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while wanted not in self._text:
-            assert select.select([self._descriptor], [], [], deadline - time.monotonic())[0], self._text
+            assert select.select([self._descriptor], [], [], max(0, deadline - time.monotonic()))[0], self._text
             self._text += self._read()
         end = self._text.index(wanted) + len(wanted)
         text, self._text = self._text[:end], self._text[end:]
@@ -39,9 +39,11 @@ class Terminal:
 
     def end(self) -> int:
         """Reads what is left until the command ends; its exit status."""
+        deadline, text = time.monotonic() + _PATIENCE_SECONDS, self._text
         with contextlib.suppress(OSError):  # how Linux tells that nobody is at the other end
             while True:
-                self._read()
+                assert select.select([self._descriptor], [], [], max(0, deadline - time.monotonic()))[0], text
+                text += self._read()
         return self.process.wait(_PATIENCE_SECONDS)
 
     def _read(self) -> str:

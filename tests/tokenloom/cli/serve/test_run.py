@@ -69,6 +69,7 @@ def test_a_conversation_on_a_terminal_ends_the_mesh_too(runtime_dir: Path) -> No
         screen.read_until("> ")
         screen.type("What is 3 plus 4?\n")
         shown = screen.read_until("3 + 4 = 7.")
+        screen.read_until("> ")  # the line editor loses what is typed while it sets up the terminal
         screen.type("\x04")
         assert screen.end() == 0
     assert "\x1b[3" not in shown

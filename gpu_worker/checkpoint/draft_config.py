@@ -1,4 +1,5 @@
-"""Reads the configurations of heads that draft, and says which models they draft for. It does not import torch."""
+"""Reads the configurations of heads that draft, and says which models heads and draft models draft for. It does not
+import torch: the checks before a start ask the same."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,6 +8,50 @@ from .files.config_reader import ConfigReader
 from .files.supported import LEARNED_POSITIONS
 from .load_config import read_layer
 from .model_config import ModelConfig
+
+_FIELD = "speculative_config.model"
+
+
+def check_draft(draft: ModelConfig, target: ModelConfig) -> None:
+    """Raise ``ValueError`` naming what keeps ``draft`` from drafting for ``target``."""
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{_FIELD}: its vocabulary has {draft.vocab_size} tokens and the model's {target.vocab_size}; they must be "
+            "the same"
+        )
+    if draft.max_model_len < target.max_model_len:
+        raise ValueError(
+            f"{_FIELD}: its context has {draft.max_model_len} tokens and the model's {target.max_model_len}; it must "
+            "not be shorter"
+        )
+    check_draft_dtype(draft, target)
+
+
+def check_draft_dtype(draft: ModelConfig, target: ModelConfig) -> None:
+    """Raise ``ValueError`` if what drafts is computed in another dtype."""
+    if draft.dtype_name != target.dtype_name:
+        raise ValueError(f"{_FIELD}: its dtype is {draft.dtype_name} and the model's {target.dtype_name}; set dtype")
+
+
+def check_head(head: ModelConfig, target: ModelConfig) -> None:
+    """Raise ``ValueError`` naming what keeps an EAGLE head from drafting for ``target``."""
+    if target.family in LEARNED_POSITIONS:
+        raise ValueError(f"{_FIELD}: EAGLE heads do not draft for models of the family {target.family}")
+    if head.hidden_size != target.hidden_size or head.num_layers != 1:
+        raise ValueError(
+            f"{_FIELD}: the head has {head.num_layers} layers of size {head.hidden_size}; it needs one of the model's "
+            f"size, {target.hidden_size}"
+        )
+
+
+def refuse_modules(name: str) -> ValueError:
+    """Return the error about a draft model that no built-in decoder computes."""
+    return ValueError(f"{_FIELD}: {name} needs transformers' modules or is an encoder; only built-in decoders draft")
+
+
+def refuse_states(name: str) -> ValueError:
+    """Return the error about a draft model whose layers keep a state."""
+    return ValueError(f"{_FIELD}: layers of {name} keep a state between tokens; it cannot draft")
 
 
 class MtpNames(NamedTuple):

@@ -22,13 +22,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.model_files.sentence_texts import read_sentence_texts
 from tokenloom.process.plugins import find_package
 
 from ..parallel.sharding import RankPlace, place_of
-from .draft_config import mtp_names, read_eagle3
+from .draft_config import (
+    check_draft,
+    check_draft_dtype,
+    check_head,
+    mtp_names,
+    read_eagle3,
+    refuse_modules,
+    refuse_states,
+)
 from .encoder_config import EncoderConfig, check_parts, read_encoder_config
 from .files.config_reader import (
     IS_CAUSAL,
@@ -119,7 +127,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if found.config is None:
         _check_dtype(path, worker.dtype)
     if config.speculative is not None:
-        _check_drafts(config.speculative, path, found)
+        _check_drafts(config, path, found)
     place = place_of(config.parallel)
     if worker.batch_invariant and found.by != "built in":
         raise ValueError(f"batch_invariant: {_UNORDERED[found.by]} follow the batch")
@@ -218,24 +226,42 @@ def _is_gpt2(config: object) -> bool:
     return isinstance(config, ModelConfig) and config.family == "gpt2"
 
 
-def _check_drafts(speculative: SpeculativeConfig, path: Path, found: ServedHow) -> None:
+def _check_drafts(config: EngineConfig, path: Path, found: ServedHow) -> None:
     """Raise ``ValueError`` if what drafts cannot, as far as configurations and the heads of files say."""
+    speculative, target = config.speculative, found.config if isinstance(found.config, ModelConfig) else None
+    assert speculative is not None
     if speculative.method == "mtp":
-        head = f"{mtp_names(found.config if isinstance(found.config, ModelConfig) else None).joins}.weight"
+        head = f"{mtp_names(target).joins}.weight"
         if is_gguf(path) or head not in stored_names(path):
             raise ValueError(f"speculative_config: {path} has no tensor {head}, the head of the method mtp")
     drafting = Path(speculative.model)
-    if speculative.method == "eagle3" and (drafting / "config.json").is_file():
-        entries = read_eagle3(drafting)
-        if not isinstance(found.config, ModelConfig):
+    if not speculative.has_files or not (is_gguf(drafting) or (drafting / "config.json").is_file()):
+        return
+    if speculative.method == "eagle3":
+        entries = read_eagle3(drafting, config.worker.dtype)
+        if target is None:
             raise ValueError("speculative_config: the method eagle3 drafts for models with built-in layers only")
-        entries.layers_of(found.config)
-    if speculative.method == "draft_model" and (drafting / "config.json").is_file():
-        kind, types = read_model(drafting)[1].get("model_type"), transformers_types()
-        if kind in (types["states"] if types is not None else ()):
-            raise ValueError(
-                f"speculative_config.model: layers of {drafting.name} keep a state between tokens; it cannot draft"
-            )
+        entries.layers_of(target)
+        check_draft_dtype(entries.config, target)
+        return
+    draft = _draft_config(config.worker, drafting, config.max_model_len)
+    if target is not None:
+        check_draft(draft, target)
+        if speculative.method == "eagle":
+            check_head(draft, target)
+
+
+def _draft_config(worker: WorkerConfig, drafting: Path, max_model_len: int | None) -> ModelConfig:
+    """Return the configuration of a draft model or an EAGLE head. Raises ``ValueError`` if it cannot draft."""
+    kind, types = str(read_model(drafting)[1].get("model_type")), transformers_types()
+    if kind in (types["states"] if types is not None else ()):
+        raise refuse_states(drafting.name)
+    draft = choose(drafting, worker.dtype, worker.quantization, max_model_len=max_model_len)
+    if not isinstance(draft.config, ModelConfig):
+        raise refuse_modules(drafting.name)
+    if draft.state_chunk:
+        raise refuse_states(drafting.name)
+    return draft.config
 
 
 def _check_media(path: Path, name: str, found: ServedHow, *, spreads_context: bool) -> None:
@@ -375,7 +401,7 @@ def transformers_types() -> _Types | None:
 
 def _known_entries(path: Path) -> frozenset[str] | None:
     """Return the entries that transformers' class knows; None: that is not known here."""
-    types, kind = transformers_types(), read_model(path)[1].get("model_type")
+    types, kind = transformers_types(), str(read_model(path)[1].get("model_type"))
     return frozenset(types["entries"][kind]) if types is not None and kind in types["entries"] else None
 
 

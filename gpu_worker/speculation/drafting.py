@@ -16,7 +16,15 @@ from ..attention.attention_backend import AttentionBackend
 from ..attention.cache import kv_layout, make_kv_pool
 from ..attention.grouped_backend import PoolLayers
 from ..batch.input_batch import InputBatch
-from ..checkpoint.draft_config import mtp_names, read_eagle3
+from ..checkpoint.draft_config import (
+    check_draft,
+    check_draft_dtype,
+    check_head,
+    mtp_names,
+    read_eagle3,
+    refuse_modules,
+    refuse_states,
+)
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..models.architectures import ModelLoader
@@ -75,7 +83,7 @@ class Drafting:
             self._drafter = self._load()
         elif config.writes_kv:
             self.kv_config = replace(loader.read_config(self._path), kv_cache_dtype=kv_cache_dtype)
-            _check(self.kv_config, target().config)
+            check_draft(self.kv_config, target().config)
             self._drafter = self._load()
 
     @property
@@ -171,20 +179,16 @@ class Drafting:
             return self._load_own_head(self.kv_config, self._path, self._loader.device or _CPU)
         model = self._loader.load(self._path)
         if isinstance(model, CheckedModel):
-            raise ValueError(f"{_FIELD}: {self._path.name} needs transformers' modules, which do not draft")
+            raise refuse_modules(self._path.name)
         if model.config.states is not None:
-            raise ValueError(f"{_FIELD}: layers of {self._path.name} keep a state between tokens; it cannot draft")
+            raise refuse_states(self._path.name)
         return DraftModel(model, load_greedy_drafts(self._path, self.kv_config, self._loader.device or _CPU))
 
     def _load_head(self, config: ModelConfig) -> EagleHead:
         target = self._target().config
         if not isinstance(self._target(), EmbedsTokens):
             raise ValueError(f"{_FIELD}: EAGLE heads do not draft for models of the family {target.family}")
-        if config.hidden_size != target.hidden_size or config.num_layers != 1:
-            raise ValueError(
-                f"{_FIELD}: the head has {config.num_layers} layers of size {config.hidden_size}; it needs one of the "
-                f"model's size, {target.hidden_size}"
-            )
+        check_head(config, target)
         loader, device = self._loader, self._loader.device or _CPU
         get_target = cast("Callable[[], EmbedsTokens]", self._target)
         at_once = load_greedy_head(self._path, config, self._target(), device)
@@ -197,7 +201,7 @@ class Drafting:
         entries, target = self._entries, self._target()
         layers = entries.layers_of(target.config)
         assert isinstance(target, KeepsStates), "its family was checked"
-        _check_dtype(entries.config, target.config)
+        check_draft_dtype(entries.config, target.config)
         loader, device, config = self._loader, self._loader.device or _CPU, entries.config
         get_target = cast("Callable[[], KeepsStates]", self._target)
         with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
@@ -209,23 +213,3 @@ class Drafting:
         loader, get_target = self._loader, cast("Callable[[], EmbedsTokens]", self._target)
         with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
             return MtpHead(checkpoint, config, self._names, loader.ops or TorchOps(), device, get_target)
-
-
-def _check(draft: ModelConfig, target: ModelConfig) -> None:
-    """Raise ``ValueError`` naming what keeps ``draft`` from drafting for ``target``."""
-    if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{_FIELD}: its vocabulary has {draft.vocab_size} tokens and the model's {target.vocab_size}; they must be "
-            "the same"
-        )
-    if draft.max_model_len < target.max_model_len:
-        raise ValueError(
-            f"{_FIELD}: its context has {draft.max_model_len} tokens and the model's {target.max_model_len}; it must "
-            "not be shorter"
-        )
-    _check_dtype(draft, target)
-
-
-def _check_dtype(draft: ModelConfig, target: ModelConfig) -> None:
-    if draft.dtype != target.dtype:
-        raise ValueError(f"{_FIELD}: its dtype is {draft.dtype_name} and the model's {target.dtype_name}; set dtype")

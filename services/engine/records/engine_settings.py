@@ -234,7 +234,7 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
     """
     worker = replace(config.worker, model=checkpoint)
     config = replace(config, lora=_with_absolute_paths(config.lora), scheduler=_for_device(config))
-    config = replace(config, speculative=_with_path(config.speculative, Path(checkpoint)))
+    config = replace(config, speculative=with_draft_path(config.speculative, Path(checkpoint)))
     if not checkpoint:
         return replace(config, worker=worker, structured_output=None)
     # Imported here because it takes protobuf, and the help of a command needs only the options.
@@ -255,7 +255,7 @@ def _with_absolute_paths(lora: LoraConfig) -> LoraConfig:
     return replace(lora, modules=modules)
 
 
-def _with_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> SpeculativeConfig | None:
+def with_draft_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> SpeculativeConfig | None:
     """Return the configuration with the directory of its model: a folder of the checkpoint, such as ``draft`` of the
     demo model, or any other. Raises ``ValueError`` if it does not exist."""
     if speculative is None or not speculative.model:

@@ -31,6 +31,22 @@ def test_serve_refuses_more_than_the_context_of_the_model() -> None:
     assert "max_model_len 2049: the model's context has 2048 tokens" in line
 
 
+@pytest.mark.parametrize(
+    ("drafts", "reason"),
+    [
+        ({"method": "draft_model", "model": "/nowhere"}, "speculative_config: model '/nowhere': no such directory"),
+        ({"method": "eagle", "model": "draft"}, "the head has 2 layers of size 64; it needs one of the model's size"),
+        ({"method": "mtp"}, "speculative_config: the method mtp is for"),
+    ],
+)
+def test_serve_refuses_what_cannot_draft_for_the_model(drafts: dict[str, str], reason: str) -> None:
+    """``draft`` is a folder of the demo model."""
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--speculative-config", json.dumps(drafts)])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert reason in line
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from msgspec.structs import replace
 
+from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.preflight.host import (
     check_addresses,
     check_certificate,
@@ -24,7 +25,7 @@ from tokenloom.preflight.host import (
 from tokenloom.preflight.model import check_checkpoint, check_texts
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.engine.records.engine_settings import EngineSettings, KVEventsConfig
+from tokenloom.services.engine.records.engine_settings import EngineSettings, KVEventsConfig, with_draft_path
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import CacheSalts
@@ -58,12 +59,20 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
         # torch, a mistake ends the command after 0.64 s of CPU.
         check_engine_packages()
         for path in paths:
-            found = check_checkpoint(path, engine)
+            found = check_checkpoint(path, _with_drafts(engine, path))
             if not found.is_tried:
                 typer.echo(
                     f"Warning: {path} is untried with the installed transformers: the engine decides when it loads it",
                     err=True,
                 )
+
+
+def _with_drafts(engine: EngineConfig, path: Path) -> EngineConfig:
+    """Return the options with the directory of what drafts for a model. Raises ``CannotServe`` if there is none."""
+    try:
+        return replace(engine, speculative=with_draft_path(engine.speculative, path))
+    except ValueError as error:
+        raise CannotServe(f"engine: {error}") from None
 
 
 def _engine_settings(options: MeshOptions) -> EngineSettings:

@@ -88,8 +88,10 @@ def _reader(path: Path, entries: Mapping[str, Any] | None = None) -> ConfigReade
 def num_classes(path: Path) -> int:
     """Return how many classes the configuration of a checkpoint directory names. Raises ``ValueError``."""
     reader = ConfigReader.open(path)
-    names, count = reader.take("id2label"), reader.take("num_labels")
-    return len(names) if names else int(count or 2)
+    names, count = reader.take("id2label"), reader.take_count("num_labels")
+    if names and not isinstance(names, dict | list):
+        raise reader.error("id2label", "must be an object with a name for each class")
+    return len(names) if names else count or 2
 
 
 def check_quantization(quantization: str | None) -> None:

@@ -1,11 +1,12 @@
 """Describes how a model rotates its heads, and reads that from a configuration."""
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from .files.config_reader import ConfigReader
+from .files.config_reader import MOST, ConfigReader
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -108,9 +109,9 @@ class RopeConfig:
             case LongRopeScaling() | DynamicScaling() as scaling if not self.is_stretched:
                 return scaling.original_max_position
             case DynamicScaling() | YarnScaling() as scaling:
-                return max(max_position, int(scaling.original_max_position * scaling.factor))
+                return max(max_position, _stretched(scaling.original_max_position, scaling.factor))
             case float() as factor if math.isfinite(factor):  # linear
-                return max(max_position, int(max_position * factor))
+                return max(max_position, _stretched(max_position, factor))
         return max_position
 
     @property
@@ -120,6 +121,11 @@ class RopeConfig:
     @property
     def score_factor(self) -> float:
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+
+def _stretched(length: int, factor: float) -> int:
+    """Return a context, stretched by a factor that in a damaged file may be any number."""
+    return int(min(length * factor, MOST))
 
 
 def no_rotation(head_size: int) -> RopeConfig:
@@ -208,6 +214,8 @@ def _partial(config: ConfigReader) -> ValueError:
 
 
 def _read_long_rope(rope: ConfigReader, head_size: int, original: int, max_position: int) -> LongRopeScaling:
+    if original == 1:
+        raise ValueError(f"{rope.where}: original_max_position_embeddings must be above 1, for its logarithm divides")
     factor = rope.take_float("factor", max_position / original)
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     short, long = (_read_factors(rope, name, head_size // 2) for name in ("short_factor", "long_factor"))
@@ -232,7 +240,7 @@ def with_context(rope: RopeConfig, max_model_len: int) -> RopeConfig:
         case LongRopeScaling() as scaling:
             return replace(rope, scaling=replace(scaling, is_long=max_model_len > scaling.original_max_position))
         case DynamicScaling() as scaling:
-            longest = int(scaling.original_max_position * scaling.factor)
+            longest = _stretched(scaling.original_max_position, scaling.factor)
             return replace(rope, scaling=replace(scaling, length=min(max_model_len, longest)))
     return rope
 
@@ -257,18 +265,30 @@ def _read_scaling(rope: ConfigReader, rope_type: str, original: int) -> float | 
                 beta_slow=rope.take_float("beta_slow", 1.0),
                 attention_factor=_yarn_attention_factor(rope, factor),
                 truncate=rope.take_bool("truncate", True),
-                score_factor=_yarn_magnitude(factor, rope.take("mscale_all_dim") or 0.0) ** 2,
+                score_factor=_yarn_magnitude(factor, _take_scale(rope, "mscale_all_dim")) ** 2,
             )
     return 1.0
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    given, mscale, mscale_all = rope.take("attention_factor"), rope.take("mscale"), rope.take("mscale_all_dim")
-    if given is not None:
+    mscale, mscale_all = _take_scale(rope, "mscale"), _take_scale(rope, "mscale_all_dim")
+    if rope.take("attention_factor") is not None:
         return rope.take_float("attention_factor")
     if mscale and mscale_all:
         return _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
     return _yarn_magnitude(factor, 1.0)
+
+
+_MOST_SCALE = 1e6
+"""Of YaRN's magnitudes, whose squares must be finite; published ones are about 1."""
+
+
+def _take_scale(rope: ConfigReader, name: str) -> float:
+    """Return a number that may be absent, null or 0, which all mean that nothing is scaled."""
+    value = 0.0 if rope.take(name) in (None, 0) else rope.take_float(name)
+    if value > _MOST_SCALE:
+        raise rope.error(name, f"must be at most {_MOST_SCALE:g}")
+    return value
 
 
 def _yarn_magnitude(factor: float, scale: float) -> float:
@@ -295,17 +315,32 @@ def longest_context(entries: Mapping[str, Any], default: int, wanted: int | None
         wanted: What the engine's options allow; None: they state nothing.
     """
     lengths = [entries.get(name) for name in LENGTHS]
-    trained = length = next((length for length in lengths if isinstance(length, int) and length > 0), default)
+    trained = length = next((_count(each) for each in lengths if type(each) is int and each > 0), default)
     ropes = entries.get("rope_parameters") or entries.get("rope_scaling")
     ropes = ropes if isinstance(ropes, dict) else {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
-        kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
-        original = rope.get("original_max_position_embeddings") or entries.get("original_max_position_embeddings")
-        original = int(original or trained)
+        kind, factor = rope.get("rope_type", rope.get("type")), _number(rope.get("factor")) or 1.0
+        outer = _count(entries.get(_ORIGINAL)) or trained
+        original = _count(rope.get(_ORIGINAL)) or outer
         if kind in GROWING and (wanted or 0) <= original:
             length = min(length, original)
         elif kind in ("dynamic", "linear") and "gemma3" not in str(entries.get("model_type")):
-            length = max(length, int(trained * factor))  # Gemma 3 states the stretched context
+            length = max(length, _stretched(trained, factor))  # Gemma 3 states the stretched context
         elif kind == "yarn":
-            length = max(length, int(original * factor))
+            length = max(length, _stretched(original, factor))
     return length
+
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def _number(value: object) -> float:
+    """Return a finite positive number; 0 for anything else, which transformers' class refuses or does without."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        return 0.0
+    return float(value)
+
+
+def _count(value: object) -> int:
+    """Return a whole positive number, at most `MOST`; 0 for anything else."""
+    return int(min(_number(value), MOST))

@@ -5,6 +5,7 @@ import json
 import pickletools
 import re
 import struct
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -54,6 +55,8 @@ class UnsupportedError(ValueError):
 
 MOST_LAYERS = 10_000
 """A damaged file may state any number, for each of which something would be made."""
+MOST = 2**31 - 1
+"""The largest integer of an entry: sizes and positions beyond it are in damaged files, and some have no float."""
 
 
 class ConfigReader:
@@ -108,6 +111,8 @@ class ConfigReader:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, "must be a positive integer")
+        if value > MOST:
+            raise self.error(name, f"must be at most {MOST}")
         return value
 
     def take_layers(self, name: str, default: int | None = None) -> int:
@@ -119,15 +124,15 @@ class ConfigReader:
     def take_count(self, name: str, default: int = 0) -> int:
         """Return a number that may be zero. An absent entry gives ``default``; null is zero."""
         value = self.take(name, default)
-        if value is not None and (type(value) is not int or value < 0):
-            raise self.error(name, "must be zero or a positive integer")
+        if value is not None and (type(value) is not int or not 0 <= value <= MOST):
+            raise self.error(name, f"must be zero or a positive integer of at most {MOST}")
         return value or 0
 
     def take_float(self, name: str, default: float | None = None) -> float:
         """Return a positive number. An absent or null entry gives ``default``, and an error if that is None too."""
         value = self.take(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.error(name, "must be a positive number")
         return float(value)
 

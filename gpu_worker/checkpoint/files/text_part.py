@@ -114,7 +114,7 @@ def wrapper_of(values: Mapping[str, Any]) -> str | None:
     """Return the class that holds a text model among other parts, for the content of a ``config.json``; None: the
     checkpoint is a text model itself, or of a class that is not known here."""
     listed = values.get("architectures")
-    names = listed if isinstance(listed, list) else []
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     by_kind = None if names or values.get("auto_map") else _BY_KIND.get(str(values.get("model_type")))
     return next((name for name in names if name in WRAPPERS), by_kind)
 
@@ -180,11 +180,11 @@ _QWEN_SECTIONS = {
 
 def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
     """Return what images and sounds change in the text model of a ``config.json`` with these entries; None: it reads
-    text alone, or they are not served."""
+    text alone, or they are not served. Raises ``ValueError`` for entries that describe no axes or levels."""
     name = wrapper_of(values)
     if name is None or not WRAPPERS[name].media:
         return None
-    kind, text, tower = WRAPPERS[name].kind, values.get("text_config") or {}, values.get("vision_config") or {}
+    kind, text, tower = WRAPPERS[name].kind, _object(values, "text_config"), _object(values, "vision_config")
     match kind:
         case "gemma3":
             return MediaSwitches(seen_whole="all")
@@ -193,13 +193,34 @@ def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
         case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_moe":
             is_third = kind.startswith("qwen3_vl")
             entries = text or values
-            rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
-            sections = tuple(rope.get("mrope_section") or _QWEN_SECTIONS[kind.removesuffix("_moe")])
-            levels = 1 + len(tower.get("deepstack_visual_indexes", _DEEPSTACK)) if is_third else 1
+            rope = _object(entries, "rope_parameters") or _object(entries, "rope_scaling")
+            sections = _numbers(rope, "mrope_section", 3) or _QWEN_SECTIONS[kind.removesuffix("_moe")]
+            indexes = _numbers(tower, "deepstack_visual_indexes")
+            levels = 1 + len(_DEEPSTACK if indexes is None else indexes) if is_third else 1
             return MediaSwitches(
                 levels, axes=_in_a_row(sections) if kind.startswith("qwen2") else _alternating(sections)
             )
     return MediaSwitches(kinds=WRAPPERS[name].media)
+
+
+def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+_MOST_PAIRS = 4096
+"""Of numbers of a head, and of layers: what a damaged file may state."""
+
+
+def _numbers(values: Mapping[str, Any], name: str, count: int | None = None) -> tuple[int, ...] | None:
+    """Return an entry that lists small numbers; None: it is absent. Raises ``ValueError`` for anything else."""
+    if (found := values.get(name)) is None:
+        return None
+    if not isinstance(found, list) or count not in (None, len(found)):
+        found = [None]
+    if any(type(each) is not int or not 0 <= each <= _MOST_PAIRS for each in found):
+        raise ValueError(f"config.json: {name} must list {count or 'only'} integers from 0 to {_MOST_PAIRS}")
+    return tuple(found)
 
 
 def _in_a_row(sections: tuple[int, ...]) -> tuple[int, ...]:

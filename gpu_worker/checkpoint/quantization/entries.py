@@ -62,7 +62,7 @@ def _read_gptq(reader: ConfigReader) -> Gptq:
         raise reader.error("data_type", "must be int")
     legacy = reader.take("format", "gptq")
     spelled = reader.take("checkpoint_format") or legacy or "gptq"
-    if spelled not in _GPTQ_FORMATS:
+    if not isinstance(spelled, str) or spelled not in _GPTQ_FORMATS:
         raise reader.error("checkpoint_format", f"must be one of {', '.join(_GPTQ_FORMATS)}")
     return Gptq(bits, group_size, reader.take_bool("sym", True), _GPTQ_FORMATS[spelled])
 
@@ -302,7 +302,7 @@ def read_scheme(reader: ConfigReader) -> Scheme | None:
     if method_reader is None:
         return None
     method = method_reader.take("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"{method_reader.where}: quant_method {method!r} is not supported ({', '.join(METHODS)} are): use the "
             "model's unquantized checkpoint, with --quantization int8-dynamic or int4, or its GGUF file"

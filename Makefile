@@ -40,9 +40,9 @@ PYTEST = $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadscope --no-loadsc
 # pytest's exit status 1; every other one means that the run itself broke (2 interrupted, 3 internal error, 4 wrong use,
 # 5 no tests, more than 128 a signal), and then tests that never ran would count as passed.
 AGAIN ?=
-# With DAY=N, a number, test-long runs those cases of the longest suites whose day it is (tests/turns.py), as .ci/run does;
+# With TURN=N, a number, test-long runs the part of the long tests whose turn it is (tests/turns.py), as .ci/run does;
 # empty: all.
-DAY ?=
+TURN ?=
 RUN_TESTS = $(PYTEST) $(1) $(if $(AGAIN),|| { status=$$?; test $$status = 1 && $(MAKE) test-again; })
 # How long `make soak` sends requests to a mesh without faults.
 SOAK_SECONDS ?= 7200
@@ -192,7 +192,7 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 ##@ Longer tests
 
 test-long: install ## run the tests of whole meshes, of lost parts and of parity, and short forms of soak and attack
-	$(if $(DAY),TEST_DAY=$(DAY)) $(call RUN_TESTS,$(LONG_TESTS) $(addprefix --ignore=,$(OTHER_TESTS)))
+	$(if $(TURN),TEST_TURN=$(TURN)) $(call RUN_TESTS,$(LONG_TESTS) $(addprefix --ignore=,$(OTHER_TESTS)))
 
 test-benchmarks: install ## run short forms of the benchmarks, and measure what idle and busy meshes take (2 minutes)
 	$(PYTEST) $(BENCHMARK_TESTS)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.bytecode import compile_ahead
-from tests.turns import cases_of_other_days
+from tests.turns import of_other_turns
 from tokenloom.process.fall_backs import OF_PROCESS
 
 # How long an example takes, or its data, is the machine's affair; what hangs is stopped by the suite's own limit.
@@ -91,9 +91,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Orders the tests, without those whose turn it is not on the day that is given."""
-    if day := os.environ.get("TEST_DAY"):
-        others = cases_of_other_days(items, int(day))
+    """Orders the tests, without those that the given turn leaves out."""
+    if turn := os.environ.get("TEST_TURN"):
+        others = of_other_turns(items, int(turn))
         config.hook.pytest_deselected(items=others)
         left_out = set(others)
         items[:] = [item for item in items if item not in left_out]

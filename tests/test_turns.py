@@ -1,10 +1,10 @@
-"""The turns of the cases of long suites."""
+"""The turns of long tests."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.turns import DAYS, cases_of_other_days
+from tests.turns import ALWAYS, CASES, FILES, FOLDERS, of_other_turns
 
 ROOT = Path(__file__).parents[1]
 FILE = "tests/parity/test_entries.py"
@@ -29,26 +29,37 @@ class Plain:
     nodeid: str
 
 
-def others(items: list[Any], day: int) -> set[Any]:
-    return set(cases_of_other_days(items, day))
+def others(items: list[Any], turn: int) -> set[Any]:
+    return set(of_other_turns(items, turn))
 
 
-CASES = [Case(f"{FILE}::{test}[{number}]", str(number)) for test in ("one", "two") for number in range(10)]
+OF_FILE = [Case(f"{FILE}::{test}[{number}]", str(number)) for test in ("one", "two") for number in range(10)]
 
 
-def test_every_case_has_its_day_and_tests_without_cases_run_each_day() -> None:
-    always = [Plain(f"{FILE}::alone"), Case("tests/test_turns.py::one[0]", "0")]
-    ran = [case for day in range(100, 100 + DAYS[FILE]) for case in {*CASES} - others([*CASES, *always], day)]
-    assert sorted(case.nodeid for case in ran) == sorted(case.nodeid for case in CASES)
-    assert not {*always} & others([*CASES, *always], 3)
+def test_every_case_has_its_turn() -> None:
+    always = [Plain(f"{ALWAYS[0]}::one"), Case("tests/test_turns.py::one[0]", "0")]
+    ran = [case for turn in range(100, 100 + CASES[FILE]) for case in {*OF_FILE} - others([*OF_FILE, *always], turn)]
+    assert sorted(case.nodeid for case in ran) == sorted(case.nodeid for case in OF_FILE)
+    assert not {*always} & others([*OF_FILE, *always], 3)
 
 
-def test_tests_that_share_a_case_run_on_the_same_day() -> None:
-    left_out = others(CASES, 1)
-    assert {case.id for case in left_out if "one" in case.nodeid} == {case.id for case in {*CASES} & left_out}
-    assert 0 < len(left_out) < len(CASES)
+def test_tests_that_share_a_case_run_in_the_same_turn() -> None:
+    left_out = others(OF_FILE, 1)
+    assert {case.id for case in left_out if "one" in case.nodeid} == {case.id for case in {*OF_FILE} & left_out}
+    assert 0 < len(left_out) < len(OF_FILE)
     assert len(left_out) == 2 * len({case.id for case in left_out})
 
 
+def test_every_long_file_has_its_turn_and_the_turns_are_of_like_size() -> None:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")]
+    tests = [Plain(f"{path.relative_to(ROOT)}::one") for path in files]
+    daily = {test for test in tests if test.nodeid.startswith(ALWAYS)}
+    parts = [{*tests} - others(tests, turn) for turn in range(FILES)]
+    assert {*tests} == set().union(*parts)
+    assert all(daily <= part for part in parts)
+    assert sum(map(len, parts)) == len(tests) + (FILES - 1) * len(daily)
+    assert max(map(len, parts)) <= 2 * min(map(len, parts))
+
+
 def test_the_files_exist() -> None:
-    assert all((ROOT / file).is_file() for file in DAYS)
+    assert all((ROOT / file).is_file() for file in (*CASES, *ALWAYS))

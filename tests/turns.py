@@ -1,13 +1,26 @@
-"""Cases of long suites take turns in ``.ci/run``: each day runs a part of them, and after some days all have run.
+"""Long tests take turns in ``.ci/run``: each run takes a part of them, and `make test-long` all.
 
-``make test-long`` runs all. ``DAY=N`` gives the number of a day, which .ci/run prints, and runs the cases of that day.
+Files take turns, and in the longest ones cases too. ``TURN=N`` gives a number, which .ci/run takes from the commit and
+prints.
 """
 
 from collections.abc import Iterable
+from zlib import crc32
 
 import pytest
 
-DAYS = {
+FILES = 3
+"""In how many parts the files of ``FOLDERS`` take turns."""
+FOLDERS = ("tests/chaos/", "tests/e2e/", "tests/mesh/faults/", "tests/parity/", "tests/soak/")
+ALWAYS = (
+    "tests/e2e/test_demo.py",
+    "tests/e2e/test_kill.py",
+    "tests/e2e/test_serve.py",
+    "tests/mesh/faults/test_faults.py",
+    "tests/parity/test_greedy.py",
+)
+"""Files of these folders that every run takes: what a user meets first, and the ways to fail."""
+CASES = {
     "tests/e2e/test_more_models.py": 3,
     "tests/parity/test_backends.py": 3,
     "tests/parity/test_batch_invariant.py": 3,
@@ -24,20 +37,26 @@ DAYS = {
     "tests/parity/test_text_of_vision.py": 3,
     "tests/soak/models/test_models_table.py": 8,
 }
-"""How many days it takes until every case of a file has run."""
+"""In how many parts the cases of a file take turns."""
 
 
-def cases_of_other_days(items: Iterable[pytest.Item], day: int) -> list[pytest.Item]:
-    """Return the items whose turn it is not. The cases of a file are counted by the ids of their parameters, so that
-    those run together that share a fixture; a test without parameters runs each day."""
-    numbers: dict[str, dict[str, int]] = {file: {} for file in DAYS}
+def of_other_turns(items: Iterable[pytest.Item], turn: int) -> list[pytest.Item]:
+    """Return the items that this turn leaves out.
+
+    The cases of a file are counted by the ids of their parameters, so that those run together that share a fixture; a
+    test without parameters runs whenever its file does."""
+    numbers: dict[str, dict[str, int]] = {file: {} for file in CASES}
     others = list[pytest.Item]()
     for item in items:
         file = item.nodeid.partition("::")[0]
         case = getattr(item, "callspec", None)
-        if file in DAYS and case is not None:
+        if file in CASES and case is not None:
             of_file = numbers[file]
             number = of_file.setdefault(case.id, len(of_file))
-            if number % DAYS[file] != day % DAYS[file]:
-                others.append(item)
+            is_left_out = number % CASES[file] != turn % CASES[file]
+        else:
+            # By the name, so that a new file moves no other one to another turn.
+            is_left_out = file.startswith(FOLDERS) and file not in ALWAYS and (crc32(file.encode()) + turn) % FILES != 0
+        if is_left_out:
+            others.append(item)
     return others

@@ -160,10 +160,10 @@ class ModelWorker:
         if model_config.cross_rows and not self._platform.pool_is_on_host:
             raise ValueError(f"models that write down sound are not computed on {self._device.type} yet: choose cpu")
         if self._loras is not None:
-            own, refusal = self._slot, self._ranks.place.refuses_adapted_experts
+            own = self._slot
             parts = (own.embed_tokens(), own.num_classes, own.read_again)
             reads_media = self._media_traits() is not None
-            self._loras.check_model(LoadedModel(model_config, *parts, refusal, reads_media))
+            self._loras.check_model(LoadedModel(model_config, *parts, reads_media))
         self._pooler = self._make_pooler()
         self._keep_inputs()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
@@ -177,7 +177,7 @@ class ModelWorker:
         self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
-            backend, has_stages = self._make_backend(self._model.config), place.num_stages > 1
+            backend, has_stages = self._make_backend(_with_kept_heads(self._model.config)), place.num_stages > 1
             check_model(self._model, backend, block_size, self._device, has_stages=has_stages)
             library = self._model.library
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
@@ -507,9 +507,7 @@ class ModelWorker:
     @property
     def _kv_config(self) -> ModelConfig:
         """The model's configuration, with the dtype of the KV cache that the engine's options choose."""
-        config = self._model.config
-        heads = config.shard.num_kv_heads if config.shard.spreads_context else config.num_kv_heads
-        return replace(config, kv_cache_dtype=self._config.cache.dtype, num_kv_heads=heads)
+        return replace(_with_kept_heads(self._model.config), kv_cache_dtype=self._config.cache.dtype)
 
     @property
     def _kv_bytes_per_token(self) -> int:
@@ -631,3 +629,8 @@ class ModelWorker:
             return backend
         rows = make_attention_backend(self._attention, model_config, block_size, self._device)
         return CrossBackend(backend, rows, model_config.cross_rows, block_size)
+
+
+def _with_kept_heads(config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the KV heads that a rank keeps: all of them where tokens are spread over ranks."""
+    return replace(config, num_kv_heads=config.shard.num_kv_heads) if config.shard.spreads_context else config

@@ -113,6 +113,9 @@ class Adapt(Protocol):
     def wrap(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
         """Wrap a layer of any name, which computes the rows of a step's tokens."""
 
+    def spread(self, prefix: str, count: int) -> None:
+        """Let adapters change all of ``count`` experts below ``prefix``, of which this rank has loaded some."""
+
     def matrix(self, part: LayerPart, inputs: Dimension, dtype: torch.dtype) -> MatrixChanges:
         """Return what adapters change in a matrix. It lives as long as the result."""
 

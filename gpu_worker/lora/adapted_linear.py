@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.weights import Linear
+from ..checkpoint.weights import LayerPart, Linear
 from ..device.device_link import to_device
 from ..kernels.library import LoraLayer, LoraPart, LoraRows
 from ..kernels.threads import kernel_threads
+from ..parallel.sharding import Dimension
 from .adapter import Adapter, Matrices
 
 if TYPE_CHECKING:  # engines without a GPU import none of it
@@ -256,23 +257,51 @@ class AdaptedMatrix:
         return [(self._changes[slot], indices) for slot, indices in rows.groups(device, self._changes)]
 
 
+class ExpertLayer(NamedTuple):
+    """Describes a layer of an expert: what wraps it when an adapter changes it."""
+
+    parts: Sequence[LayerPart]
+    inputs: Dimension
+    dtype: torch.dtype
+
+    def of_expert(self, own: str, other: str) -> "ExpertLayer":
+        """Return the same layer of another expert, whose names begin with ``other`` where these do with ``own``."""
+        parts = [
+            part._replace(name=part.name.replace(own, other), stored=part.stored.replace(own, other))
+            for part in self.parts
+        ]
+        return self._replace(parts=parts)
+
+
 class ExpertSlots:
     """Fulfils :class:`..checkpoint.weights.ExpertAdapters`."""
 
-    def __init__(self, max_loras: int, register: Callable[[LoraLinear, str], LoraLinear]) -> None:
-        """``register`` lets adapters of slots change a layer of this name."""
+    def __init__(self, max_loras: int, register: Callable[[LoraLinear], LoraLinear]) -> None:
+        """``register`` lets adapters of slots change a layer."""
         self._max_loras = max_loras
         self._register = register
-        self._makers: dict[str, dict[str, Callable[..., LoraLinear]]] = {}
-        """What wraps the layers of an expert, by its name and that of the layer."""
+        self._layers: dict[str, dict[str, tuple[ExpertLayer, Callable[..., LoraLinear]]]] = {}
+        """The layers of an expert and what wraps them, by its name and that of the layer."""
         self._changed: dict[int, frozenset[str]] = {}
         """By slot: below which names its adapter changes experts."""
         self._of_tokens: npt.NDArray[np.int32] | None = None
         self._rows = CurrentRows()
 
-    def add(self, name: str, make: Callable[..., LoraLinear]) -> None:
+    def add(self, layer: ExpertLayer, make: Callable[..., LoraLinear]) -> None:
         """Note how to wrap a layer of an expert."""
-        self._makers.setdefault(name.rpartition(".")[0], {})[name] = make
+        name = layer.parts[0].name
+        self._layers.setdefault(name.rpartition(".")[0], {})[name] = layer, make
+
+    def missing(self, prefix: str, count: int) -> Iterator[ExpertLayer]:
+        """Yield the layers of those of ``count`` experts below ``prefix`` that were not added: they are as those of
+        one that was."""
+        known = next((number for number in range(count) if f"{prefix}.{number}" in self._layers), None)
+        if known is None:
+            return  # this rank has no expert, and rows that adapters change none to go to
+        layers = [layer for layer, _ in self._layers[f"{prefix}.{known}"].values()]
+        for number in range(count):
+            if f"{prefix}.{number}" not in self._layers:
+                yield from (layer.of_expert(f"{prefix}.{known}.", f"{prefix}.{number}.") for layer in layers)
 
     def fill(self, slot: int, adapter: Adapter | None) -> None:
         """Use the matrices of an adapter for the rows of a slot, or none."""
@@ -302,11 +331,8 @@ class ExpertSlots:
         return found if found.max() >= 0 else None
 
     def wrap(self, prefix: str, layers: Sequence[Linear]) -> list[Linear]:
-        makers = self._makers[prefix].items()
-        return [
-            self._register(make(base, current=self._rows), name)
-            for base, (name, make) in zip(layers, makers, strict=True)
-        ]
+        makers = [make for _, make in self._layers[prefix].values()]
+        return [self._register(make(base, current=self._rows)) for base, make in zip(layers, makers, strict=True)]
 
     def take(self, slots: npt.NDArray[np.int32] | None) -> None:
         self._rows.rows = None

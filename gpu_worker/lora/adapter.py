@@ -162,8 +162,6 @@ class AdaptedModel:
     """Of a layer, on all ranks; 0: no layer has any."""
     experts_take_turns: bool = False
     """Whether gates and ups take turns in the tensors of all experts."""
-    refuses_experts: str = ""
-    """Why experts cannot have adapters; empty: they can."""
     reads_media: bool = False
     """Whether prompts may have images or sounds."""
     read_base: ReadBase | None = None
@@ -335,8 +333,6 @@ def _of_part(rows: Tensor, part: LayerPart, scale: float | Tensor | None) -> Ten
 
 
 def _shape(name: str, model: AdaptedModel) -> tuple[int, int]:
-    if ".experts." in name and model.refuses_experts:
-        raise ValueError(f"layer {name} cannot have an adapter: {model.refuses_experts}")
     if name not in model.shapes:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in model.shapes}))
         raise ValueError(f"layer {name} cannot have an adapter; those of this model are {kinds}")

@@ -29,6 +29,7 @@ from .adapted_linear import (
     AdaptedMatrix,
     AdaptedRows,
     CurrentRows,
+    ExpertLayer,
     ExpertSlots,
     GroupedChanges,
     LoraKernel,
@@ -61,8 +62,6 @@ class LoadedModel:
     """Of a head that this rank has; 0: it has none."""
     read_base: ReadBase
     """Opens the files of its own weights."""
-    refuses_experts: str = ""
-    """Why its experts cannot have adapters; empty: they can."""
     reads_media: bool = False
     """Whether prompts may have images or sounds."""
 
@@ -80,7 +79,8 @@ class LoraSlots:
         self._parts: dict[str, dict[str, LayerPart]] = {}
         """As :func:`.adapter.read_adapter` takes them."""
         # Without references of its own: layers that the model drops give their weights back.
-        self._layers: weakref.WeakValueDictionary[str, LoraLinear | AdaptedMatrix] = weakref.WeakValueDictionary()
+        # Not by name: copies of an expert on this rank have one name.
+        self._layers: weakref.WeakSet[LoraLinear | AdaptedMatrix] = weakref.WeakSet()
         self._adapters: dict[bytes, Adapter] = {}
         self._slots: list[bytes] = [b""] * config.max_loras
         """The digest of the adapter in each slot; empty: none."""
@@ -104,28 +104,43 @@ class LoraSlots:
         return self.wrap(base, parts, inputs, dtype)
 
     def wrap(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
-        names, outputs = [part.name for part in parts], [part.outputs for part in parts]
-        current, kernel = self._current, self._kernel
-        if names == [OUTPUT]:
-            if not self._computes_apart:
-                return base
-            current = self._picked
-        if is_without_kernel(names[0]):
-            kernel = None
-        self._note(parts, inputs, dtype)
-        own, slots = length(inputs), len(self._slots)
-        make = functools.partial(LoraLinear, names=names, inputs=own, outputs=outputs, max_loras=slots, dtype=dtype)
-        if ".experts." in names[0]:
-            self.experts.add(names[0], functools.partial(make, kernel=kernel))
+        name = parts[0].name
+        if ".experts." in name:
+            self._add_expert_layer(ExpertLayer(parts, inputs, dtype))
             return base
-        layer = make(base, current=current, kernel=kernel)
-        if self._is_grouped and not is_without_kernel(names[0]):
+        if name == OUTPUT and not self._computes_apart:
+            return base
+        self._note(parts, inputs, dtype)
+        current = self._picked if name == OUTPUT else self._current
+        layer = self._maker(parts, inputs, dtype)(base, current=current)
+        if self._is_grouped and not is_without_kernel(name):
+            own, outputs, slots = length(inputs), [part.outputs for part in parts], len(self._slots)
             layer.group(GroupedChanges(own, outputs, slots, self._config.max_lora_rank, dtype, self._device))
-        return self._register(layer, names[0])
+        return self._register(layer)
+
+    def spread(self, prefix: str, count: int) -> None:
+        for layer in self.experts.missing(prefix, count):
+            self._add_expert_layer(layer)
+
+    def _add_expert_layer(self, layer: ExpertLayer) -> None:
+        self._note(*layer)
+        self.experts.add(layer, self._maker(*layer))
+
+    def _maker(self, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Callable[..., LoraLinear]:
+        """Return what wraps a layer, given that and the rows of a step that have adapters (``current``)."""
+        return functools.partial(
+            LoraLinear,
+            names=[part.name for part in parts],
+            inputs=length(inputs),
+            outputs=[part.outputs for part in parts],
+            max_loras=len(self._slots),
+            kernel=None if is_without_kernel(parts[0].name) else self._kernel,
+            dtype=dtype,
+        )
 
     def matrix(self, part: LayerPart, inputs: Dimension, dtype: torch.dtype) -> AdaptedMatrix:
         self._note([part], inputs, dtype)
-        return self._register(AdaptedMatrix(part.name, self._current), part.name)
+        return self._register(AdaptedMatrix(part.name, self._current))
 
     def _note(self, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> None:
         """Accept adapters of these parts."""
@@ -135,9 +150,9 @@ class LoraSlots:
             self._shapes[stored] = (part.total, total(inputs))
             self._parts.setdefault(stored, {})[part.name] = part
 
-    def _register(self, layer: Occupied, name: str) -> Occupied:
-        """Let adapters of slots change a layer, whose first part has this name."""
-        self._layers[name] = layer
+    def _register(self, layer: Occupied) -> Occupied:
+        """Let adapters of slots change a layer."""
+        self._layers.add(layer)
         for slot, digest in enumerate(self._slots):
             if digest:
                 layer.occupy(slot, self._adapters[digest], self._device)
@@ -200,7 +215,6 @@ class LoraSlots:
             is_tied=config.tie_word_embeddings,
             num_experts=config.experts.count if config.experts is not None else 0,
             experts_take_turns=config.family == "gpt_oss",
-            refuses_experts=self._model.refuses_experts,
             reads_media=self._model.reads_media,
             read_base=self._model.read_base,
         )
@@ -213,10 +227,13 @@ class LoraSlots:
             is_first = not config.layers_of_model or config.first_layer == 0
             is_here = is_first if name == EMBEDDINGS else config.computes_logits or not config.has_output
             return self._computes_apart and name not in self._shapes and not is_here
-        if config.experts is not None and config.experts.own is not None and (expert := EXPERT.fullmatch(name)):
-            return int(expert[2]) not in config.experts.own and int(expert[2]) < config.experts.count
-        found = _LAYER.search(name)
-        return found is not None and int(found[1]) not in config.own_layers and int(found[1]) < config.layers_of_model
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) not in config.own_layers and int(layer[1]) < config.layers_of_model:
+            return True
+        if name in self._shapes or config.experts is None or config.experts.own is None:
+            return False
+        expert = EXPERT.fullmatch(name)
+        return expert is not None and int(expert[2]) not in config.experts.own and int(expert[2]) < config.experts.count
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter, which no request names any more."""
@@ -331,7 +348,7 @@ class LoraSlots:
         if adapter is not None and not adapter.is_plain:
             self._special.add(slot)
         self.experts.fill(slot, adapter)
-        for layer in self._layers.values():
+        for layer in self._layers:
             layer.occupy(slot, adapter, self._device)
         self._slots[slot] = digest  # only now: a slot that could not be filled is filled again
 

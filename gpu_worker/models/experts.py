@@ -1,7 +1,8 @@
 """Computes MLPs of which each token uses a few, chosen by a router."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +21,11 @@ from ..layers.quantized_experts import QuantizedExperts
 from ..ops.ops import Ops
 from ..parallel.experts.grouped_rows import GroupedRows, mix_experts, mix_rows
 from ..parallel.sharding import WHOLE
-from .mlp import MLP, MLPNames
+from .mlp import MLP, GivenMLP, MLPNames
 
 if TYPE_CHECKING:  # engines without a GPU, or that do not move experts, import none of it
     from ..layers.triton_linear import TritonExperts
+    from ..parallel.experts.expert_exchange import RowTrip
     from ..parallel.experts.planner import LayerPlacement
 
 
@@ -155,6 +157,13 @@ class Experts:
         self._adapters = None if checkpoint.adapt is None else checkpoint.adapt.experts
         self._adapted: dict[int, MLP] = {}
         """Experts that adapters change, by place, as far as they were needed."""
+        self._adapted_elsewhere: AdaptedElsewhere | None = None
+        if checkpoint.adapt is not None and (self._exchange is not None or self._balancer is not None):
+            # This rank's rows may go to any expert, and its places may get any.
+            checkpoint.adapt.spread(self._prefix, experts.count)
+            if self._exchange is not None:
+                sizes = (config.hidden_size, experts.intermediate_size)
+                self._adapted_elsewhere = AdaptedElsewhere(self._prefix, checkpoint.adapt.experts, sizes)
         self._shared: _Shared | MLP | None = None
         if experts.shared_size:
             self._shared = _load_shared(checkpoint, prefix, config, ops, experts)
@@ -171,6 +180,8 @@ class Experts:
     def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: ExpertAdapters | None) -> Tensor:
         """Return the weighted sum of each token's chosen experts, those of this rank's part, as ``adapters`` change
         them."""
+        if self._adapted_elsewhere is not None:
+            return self._routed_elsewhere(x, weights, chosen, self._adapted_elsewhere)
         if adapters is not None and (slots := adapters.slots_of(self._prefix)) is not None:
             return self._routed_adapted(x, weights, chosen, adapters, slots)
         if self._grouped is not None:
@@ -178,10 +189,7 @@ class Experts:
             return self._grouped(x, weights, chosen)
         if self._on_device is not None:
             return self._on_device(x, weights, chosen, *self._routes.places(chosen))
-        grouped = GroupedRows.sort(chosen)
-        self._routes.record(chosen, grouped)
-        if self._placement is not None:
-            grouped = self._placement.spread(grouped)
+        grouped = self._by_place(chosen)
         if self._exchange is None:
             return mix_experts(x, grouped, weights, self._compute, self._own)
         rows = x[grouped.order // weights.shape[1]]
@@ -207,9 +215,8 @@ class Experts:
         self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: ExpertAdapters, slots: npt.NDArray[np.int32]
     ) -> Tensor:
         """Compute tokens that all have adapters, by the experts one after the other."""
-        grouped = GroupedRows.sort(chosen)
-        self._routes.record(chosen, grouped)
-        own = grouped if self._switches.own is None else grouped.only(self._switches.own)
+        grouped = self._by_place(chosen)
+        own = grouped if self._own is None else grouped.only(self._own)
         of_rows = slots[(own.order // chosen.shape[1]).cpu().numpy()]
         parts = iter(np.split(of_rows, np.cumsum(own.counts)[:-1]))
 
@@ -218,15 +225,43 @@ class Experts:
             return self._adapted_expert(place, adapters)(rows)
 
         try:
-            return mix_experts(x, grouped, weights, compute, self._switches.own)
+            return mix_experts(x, grouped, weights, compute, self._own)
         finally:
             adapters.take(None)
+
+    def _by_place(self, chosen: Tensor) -> GroupedRows:
+        """Return the rows of tokens that chose these experts by the places that compute them, and record the choice."""
+        grouped = GroupedRows.sort(chosen)
+        if grouped.experts:
+            self._routes.record(chosen, grouped)
+        return grouped if self._placement is None else self._placement.spread(grouped)
+
+    def _routed_elsewhere(self, x: Tensor, weights: Tensor, chosen: Tensor, adapted: "AdaptedElsewhere") -> Tensor:
+        """Do what :meth:`_routed` does where rows go to other engines, and adapters may change experts in some of
+        them."""
+        assert self._exchange is not None
+        slots = adapted.slots_of(len(x))
+        changed = torch.from_numpy(slots >= 0)
+        plain, other = self._by_place(chosen[~changed]), self._by_place(chosen[changed])
+        if self._routes.chosen is not None:
+            self._routes.chosen = chosen
+        # Each rank makes both trips in every layer: another one may have rows with adapters where this one has none.
+        trips = self._exchange.trips([plain, other], self._num_places, adapted.widest * x.element_size())
+        out, per_token = torch.empty_like(x), weights.shape[1]
+        rows = x[~changed]
+        computed = trips[0].carry(rows[plain.order // per_token], self._compute)
+        out[~changed] = mix_rows(rows, plain, weights[~changed], computed)
+        rows, tokens = x[changed], other.order // per_token
+        slots = slots[slots >= 0][tokens.numpy()]
+        computed = adapted.compute(trips[1], rows[tokens], other, slots, self._experts, self._expert_at)
+        out[changed] = mix_rows(rows, other, weights[changed], computed)
+        return out
 
     def _adapted_expert(self, place: int, adapters: ExpertAdapters) -> MLP:
         # Wrapped when it is needed, so that experts which no adapter changes cost nothing more.
         if place not in self._adapted:
-            expert = self._experts[place]
-            self._adapted[place] = expert.with_layers(*adapters.wrap(f"{self._prefix}.{place}", expert.layers))
+            expert, number = self._experts[place], self._expert_at(place)
+            self._adapted[place] = expert.with_layers(*adapters.wrap(f"{self._prefix}.{number}", expert.layers))
         return self._adapted[place]
 
     def _compute(self, place: int, rows: Tensor) -> Tensor:
@@ -256,7 +291,7 @@ class Experts:
                 assert self._load is not None, "all experts are computed at once, and none moves"
                 expert = self._load(checkpoint, number)
             experts[place] = expert
-        self._experts, self._prepared = experts, {}
+        self._experts, self._prepared, self._adapted = experts, {}, {}
 
     def _place(self) -> None:
         """Take the places that exchange and balancer know now; without an exchange they are those of the start."""
@@ -287,7 +322,7 @@ class Experts:
 
     def switch(self) -> int:
         """Use all prepared experts from the next step on. Returns how many they are."""
-        prepared, self._prepared = self._prepared, {}
+        prepared, self._prepared, self._adapted = self._prepared, {}, {}
         for place, expert in prepared.items():
             self._experts[place].take(expert)
         return len(prepared)
@@ -310,6 +345,74 @@ class Experts:
         shares = logits.softmax(-1)
         weights, chosen = shares.topk(self._switches.per_token, dim=-1)
         return weights / weights.sum(-1, keepdim=True) if self._switches.normalizes_weights else weights, chosen
+
+
+class AdaptedElsewhere:
+    """Computes rows whose adapters change experts that may be on any engine: the products with an expert's own weights
+    where it is, those with an adapter's matrices here.
+
+    So an engine needs no adapter of another one's requests: each has others in its slots, or has not loaded them.
+    """
+
+    def __init__(self, prefix: str, adapters: ExpertAdapters, sizes: tuple[int, int]) -> None:
+        """``prefix``: of the layer's experts. ``sizes``: of the model's states, and within an expert."""
+        self._prefix, self._adapters = prefix, adapters
+        self._hidden, self._inner = sizes
+        self._wrapped: dict[int, GivenMLP] = {}
+        """By the number of the expert in the model, as far as they were needed."""
+
+    @property
+    def widest(self) -> int:
+        """Return how many numbers the widest row has that a trip carries: gates and ups, or states."""
+        return max(self._hidden, 2 * self._inner)
+
+    def slots_of(self, num_rows: int) -> npt.NDArray[np.int32]:
+        """Return [num_rows] the slot of each token's adapter; -1: it has none that changes experts of this layer."""
+        found = self._adapters.slots_of(self._prefix)
+        return np.full(num_rows, -1, np.int32) if found is None else found
+
+    def compute(
+        self,
+        trip: "RowTrip",
+        rows: Tensor,
+        grouped: GroupedRows,
+        slots: npt.NDArray[np.int32],
+        experts: Mapping[int, MLP],
+        number_at: Callable[[int], int],
+    ) -> Tensor:
+        """Return what the experts compute of ``rows`` [n, hidden_size], which are sorted by place as ``grouped`` says
+        and have adapters in ``slots`` [n]. ``experts``: of this rank, by place. ``number_at`` returns the expert's
+        number in the model."""
+        parts = [
+            (self._mlp(number_at(place), experts), part) for place, part in _slices(grouped) if trip.reaches(place)
+        ]
+        outputs = trip.carry(rows, lambda place, x: experts[place].layers[0](x), 2 * self._inner)
+        inner = rows.new_zeros(len(rows), self._inner)
+        try:
+            for mlp, part in parts:
+                self._adapters.take(slots[part])
+                inner[part] = mlp.inner(rows[part], outputs[part])
+            results = trip.carry(inner, lambda place, x: experts[place].layers[1](x), self._hidden)
+            for mlp, part in parts:
+                self._adapters.take(slots[part])
+                results[part] = mlp.down(inner[part], results[part])
+        finally:
+            self._adapters.take(None)
+        return results
+
+    def _mlp(self, number: int, experts: Mapping[int, MLP]) -> "GivenMLP":
+        if number not in self._wrapped:
+            like = next(iter(experts.values()))  # all experts of a layer have one shape
+            self._wrapped[number] = GivenMLP(like, partial(self._adapters.wrap, f"{self._prefix}.{number}"))
+        return self._wrapped[number]
+
+
+def _slices(grouped: GroupedRows) -> Iterator[tuple[int, slice]]:
+    """Yield each place with its rows among those that are sorted by place."""
+    first = 0
+    for place, count in zip(grouped.experts, grouped.counts, strict=True):
+        yield place, slice(first, first + count)
+        first += count
 
 
 def choose_in_groups(

@@ -1,9 +1,10 @@
 """Computes the MLP of a decoder's layer."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.layer_state import LayerState, Movable
@@ -78,8 +79,44 @@ class MLP:
         self._gate_up = _movable(self._gate_up).take(other._gate_up)
         self._down = _movable(self._down).take(other._down)
 
+    def inner(self, x: Tensor) -> Tensor:
+        """Return what goes into the layer back."""
+        return self._ops.gated(self._gate_up, x, self.activation)
+
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._ops.gated(self._gate_up, x, self.activation))
+
+
+class GivenMLP:
+    """Computes an expert, as adapters change it, from what the weights of its layers gave elsewhere."""
+
+    def __init__(self, like: MLP, wrap: Callable[[Sequence[Linear]], Sequence[Linear]]) -> None:
+        """``like``: of the same shape. ``wrap``: returns the two layers so that adapters change them."""
+        self._gate_up, self._down = _GivenOutputs(), _GivenOutputs()
+        gate_up, down = wrap((self._gate_up, self._down))
+        self._mlp = like.with_layers(gate_up, down)
+
+    def inner(self, x: Tensor, outputs: Tensor) -> Tensor:
+        """Return what goes into the second layer, of x [n, hidden_size] and the first one's ``outputs``, which it may
+        change."""
+        self._gate_up.outputs = outputs
+        return self._mlp.inner(x)
+
+    def down(self, inner: Tensor, outputs: Tensor) -> Tensor:
+        """Return what the second layer computes, of what goes into it and its ``outputs``, which it may change."""
+        self._down.outputs = outputs
+        return self._mlp.layers[1](inner)
+
+
+class _GivenOutputs:
+    """Fulfils :class:`..checkpoint.weights.Linear` with outputs that were computed elsewhere."""
+
+    def __init__(self) -> None:
+        self.outputs = torch.empty(0)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        outputs, self.outputs = self.outputs, torch.empty(0)
+        return outputs if dtype is None else outputs.to(dtype)
 
 
 class UngatedMLP:

@@ -170,13 +170,6 @@ class RankPlace:
         return None if self.tensor_size == 1 else f"tp-{self.tensor_size}{moves}"
 
     @property
-    def refuses_adapted_experts(self) -> str:
-        """Return why adapters cannot change experts; empty: they can."""
-        if self.data_size > 1:
-            return "experts are spread over engines, which exchange rows without their adapters"
-        return "" if self.num_redundant_experts is None else "experts are moved among ranks (--enable-eplb)"
-
-    @property
     def num_expert_ranks(self) -> int:
         """Return over how many ranks whole experts are spread."""
         return self.data_size * (self.tensor_size if self.spreads_experts else 1)

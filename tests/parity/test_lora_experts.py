@@ -4,14 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.gpu_worker.lora.random_adapter import KINDS, save_adapter
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tests.parity.test_lora_layouts import Layouts
-from tokenloom.engine_core.data.config import EngineConfig, LoraConfig
+from tokenloom.engine_core.data.config import EngineConfig, EplbConfig, LoraConfig
 from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.gpu_worker.model_worker import ModelWorker
 
 _ALL = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -67,13 +69,34 @@ def test_experts_in_one_batch_equal_merged_weights(layouts: Layouts) -> None:
     layouts.check(layouts.engine())
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("spreads", [False, True])
-def test_over_ranks(spreads: bool, layouts: Layouts, tmp_path: Path) -> None:
+def test_over_ranks(spreads: bool, shape: tuple[int, int], layouts: Layouts, tmp_path: Path) -> None:
     def executor(config: EngineConfig) -> Executor:
         return RankThreads(config, tmp_path)
 
-    engine = layouts.engine(executor=executor, parallel=parallel(2, experts=spreads))
+    engine = layouts.engine(executor=executor, parallel=parallel(*shape, experts=spreads))
     layouts.check(engine)
+    engine.core.shutdown()
+
+
+def test_experts_that_move_between_ranks(layouts: Layouts, tmp_path: Path) -> None:
+    """What an adapter changes follows the expert to its new place, and its copies."""
+    executors: list[RankThreads] = []
+
+    def executor(config: EngineConfig) -> Executor:
+        executors.append(RankThreads(config, tmp_path))
+        return executors[-1]
+
+    balanced = EplbConfig(window_size=6, step_interval=6, num_redundant_experts=2)
+    ranks = replace(parallel(2, experts=True), enable_eplb=True, eplb_config=balanced)
+    engine = layouts.engine(executor=executor, parallel=ranks)
+    for _ in range(2):  # the second time with other places of the experts
+        layouts.compare(engine)
+    worker = executors[0].workers[0]
+    assert isinstance(worker, ModelWorker)
+    assert worker._ranks.balancer is not None
+    assert worker._ranks.balancer.stats.num_moved > 0
     engine.core.shutdown()
 
 

@@ -9,11 +9,12 @@ with the workers of the same number of that stage in the other engines: all work
 the sum over them is that of all experts.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from .grouped_rows import GroupedRows
 if TYPE_CHECKING:  # engines with all experts import none of it
     from .peer_mesh import PeerLink, PeerListener, PeerMesh
 
+RunExpert: TypeAlias = Callable[[int, Tensor], Tensor]
+"""Computes rows [n, inputs] of the expert at a place, [n, outputs]."""
+Counts: TypeAlias = npt.NDArray[np.int64]
 _MOST_BYTES = 1 << 34
 """What the rows that arrive in one layer may take: a number of rows above it is none that a step has."""
 
@@ -101,7 +105,7 @@ class ExpertExchange:
         if self._listener is not None:
             self._listener.close()
 
-    def compute(self, rows: Tensor, grouped: GroupedRows, count: int, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def compute(self, rows: Tensor, grouped: GroupedRows, count: int, run: RunExpert) -> Tensor:
         """Return what the experts compute of ``rows`` [n, hidden_size], in the same order; zeros for those of other
         workers of this engine. Raises :class:`PeerLostError`.
 
@@ -110,84 +114,123 @@ class ExpertExchange:
             count: Places of experts in the layer, on all ranks.
             run: Computes rows of the expert at one of this worker's places.
         """
+        (trip,) = self.trips([grouped], count, rows.element_size() * rows.shape[1])
+        return trip.carry(rows, run)
+
+    def trips(self, groups: Sequence[GroupedRows], count: int, row_bytes: int) -> list["RowTrip"]:
+        """Tell the other ranks how many rows of each group go to their experts. All ranks call it with equally many
+        groups, and carry the rows of each equally often afterwards. Raises :class:`PeerLostError`.
+
+        Args:
+            groups: Rows that are sorted by the place of their expert.
+            count: Places of experts in the layer, on all ranks.
+            row_bytes: Bytes of the widest row that is carried.
+        """
+        sent = np.zeros((len(groups), count), np.int64)
+        for counts, grouped in zip(sent, groups, strict=True):
+            counts[grouped.experts] = grouped.counts
         # Ranks start in any order, so profile and warm-up must not wait for each other: they compute the own experts'
         # rows only.
         if self._mesh is None:
-            return self._compute_alone(rows, grouped, count, run)
-        sent = np.zeros(count, np.int64)
-        sent[grouped.experts] = grouped.counts
-        ends = np.concatenate((np.zeros(1, np.int64), sent.cumsum()))
+            own = self.own(count)
+            return [RowTrip(None, 0, [0], [own], counts, counts[None, own.start : own.stop]) for counts in sent]
         columns = [self._part(rank * self._num_workers + self._worker, count) for rank in range(self.size)]
-        bounds = [(int(ends[each.start]), int(ends[each.stop])) for each in columns]
         # Counts first: they say how much arrives. Sending rows to experts moves them twice; gathering all tokens on
         # every rank would move each of them to all.
         arriving = self._exchange_counts(self._mesh, sent, columns)
-        self._check(arriving, rows)
-        per_rank = arriving.sum(1).tolist()
-        arrived = rows.new_empty((sum(per_rank), *rows.shape[1:]))
-        sources = [rows[first:end] for first, end in bounds]
-        parts = list(arrived.split_with_sizes(per_rank))
-        self._exchange(self._mesh, sources, parts)
-        own = columns[self.rank]
-        numbers = torch.arange(own.start, own.stop).repeat(self.size)
-        numbers = numbers.repeat_interleave(torch.from_numpy(arriving.reshape(-1)))
-        computed = _run_grouped(arrived, GroupedRows.sort(numbers), run)
-        results = torch.zeros_like(rows) if self._num_workers > 1 else torch.empty_like(rows)
-        self._exchange(
-            self._mesh, list(computed.split_with_sizes(per_rank)), [results[first:end] for first, end in bounds]
-        )
-        return results
+        self._check(arriving, row_bytes)
+        peers = [self._peer(rank) for rank in range(self.size)]
+        return [
+            RowTrip(self._mesh, self.rank, peers, columns, counts, arriving[:, index])
+            for index, counts in enumerate(sent)
+        ]
 
     def _part(self, part: int, count: int) -> range:
         return range(count * part // self.num_parts, count * (part + 1) // self.num_parts)
 
-    def _exchange_counts(
-        self, mesh: "PeerMesh", sent: "np.ndarray[tuple[int], np.dtype[np.int64]]", columns: list[range]
-    ) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-        """Return [size, own places]: the rows that each rank has for each of this worker's experts."""
+    def _exchange_counts(self, mesh: "PeerMesh", sent: Counts, columns: list[range]) -> Counts:
+        """Return [size, groups, own places]: the rows of each group that each rank has for each of this worker's
+        experts. ``sent`` [groups, places]: those of this rank."""
         from .peer_mesh import byte_view
 
         own = columns[self.rank]
-        arriving = np.zeros((self.size, len(own)), np.int64)
-        arriving[self.rank] = sent[own.start : own.stop]
+        arriving = np.zeros((self.size, len(sent), len(own)), np.int64)
+        arriving[self.rank] = sent[:, own.start : own.stop]
+        parts = [np.ascontiguousarray(sent[:, each.start : each.stop]) for each in columns]
         mesh.swap(
-            {self._peer(rank): byte_view(sent[each.start : each.stop]) for rank, each in enumerate(columns)},
+            {self._peer(rank): byte_view(part) for rank, part in enumerate(parts)},
             {self._peer(rank): byte_view(arriving[rank]) for rank in range(self.size)},
         )
         return arriving
 
-    def _check(self, arriving: "np.ndarray[tuple[int, int], np.dtype[np.int64]]", rows: Tensor) -> None:
-        width = rows.element_size() * rows.shape[1]
+    def _check(self, arriving: Counts, row_bytes: int) -> None:
         counts = arriving.reshape(-1).tolist()  # Python's integers: the sum of large ones would be a small one
-        if min(counts, default=0) < 0 or sum(counts) * width > _MOST_BYTES:
+        if min(counts, default=0) < 0 or sum(counts) * row_bytes > _MOST_BYTES:
             self.leave()
             raise PeerLostError(f"workers that share the experts announced {arriving.tolist()} rows")
-
-    def _exchange(self, mesh: "PeerMesh", sent: list[Tensor], received: list[Tensor]) -> None:
-        """Send ``sent[r]`` to each rank r, and fill ``received[r]`` with what it sends."""
-        received[self.rank].copy_(sent[self.rank])
-        mesh.swap(
-            {self._peer(rank): _bytes_of(each) for rank, each in enumerate(sent)},
-            {self._peer(rank): _bytes_of(each) for rank, each in enumerate(received)},
-        )
 
     def _peer(self, rank: int) -> int:
         """Return the number of the worker of another engine with which this one exchanges rows."""
         return rank * self._num_workers + self._worker
 
-    def _compute_alone(
-        self, rows: Tensor, grouped: GroupedRows, count: int, run: Callable[[int, Tensor], Tensor]
-    ) -> Tensor:
-        own, results = self.own(count), torch.zeros_like(rows)
-        for expert, part, result in zip(
-            grouped.experts,
-            rows.split_with_sizes(grouped.counts),
-            results.split_with_sizes(grouped.counts),
-            strict=True,
-        ):
-            if expert in own:
-                result.copy_(run(expert, part))
+
+class RowTrip:
+    """Carries rows to the workers that hold their experts, and what those compute back."""
+
+    def __init__(
+        self,
+        mesh: "PeerMesh | None",
+        rank: int,
+        peers: list[int],
+        columns: list[range],
+        sent: Counts,
+        arriving: Counts,
+    ) -> None:
+        """``mesh``: None: only the rows of this worker's own experts are computed. ``peers`` and ``columns``: the
+        number in the mesh, and the places of experts, of the worker of each rank; this is that of ``rank``. ``sent``
+        [places] and ``arriving`` [ranks, own places]: numbers of rows."""
+        self._mesh, self._rank, self._peers, self._columns = mesh, rank, peers, columns
+        ends = np.concatenate((np.zeros(1, np.int64), sent.cumsum()))
+        self._bounds = [(int(ends[each.start]), int(ends[each.stop])) for each in columns]
+        self._per_rank = arriving.sum(1).tolist()
+        own = columns[rank]
+        numbers = torch.arange(own.start, own.stop).repeat(len(columns))
+        self._grouped = GroupedRows.sort(numbers.repeat_interleave(torch.from_numpy(arriving.reshape(-1))))
+
+    def reaches(self, place: int) -> bool:
+        """Return whether the expert at a place computes rows of this worker; others of this engine send theirs to the
+        other ones."""
+        return any(place in each for each in self._columns)
+
+    def carry(self, rows: Tensor, run: RunExpert, width: int | None = None) -> Tensor:
+        """Return what the experts compute of ``rows`` [n, inputs], in the same order, [n, ``width``]; zeros where this
+        worker reaches no expert. Raises :class:`PeerLostError`.
+
+        Args:
+            rows: Contiguous, those of the group in its order.
+            run: Computes rows of the expert at one of this worker's places.
+            width: None: that of ``rows``.
+        """
+        width = rows.shape[1] if width is None else width
+        arrived = rows.new_empty(sum(self._per_rank), rows.shape[1])
+        self._swap([rows[first:end] for first, end in self._bounds], self._split(arrived))
+        computed = _run_grouped(arrived, self._grouped, run, width)
+        num_reached = sum(end - first for first, end in self._bounds)
+        results = (rows.new_empty if num_reached == len(rows) else rows.new_zeros)(len(rows), width)
+        self._swap(self._split(computed), [results[first:end] for first, end in self._bounds])
         return results
+
+    def _split(self, rows: Tensor) -> list[Tensor]:
+        return list(rows.split_with_sizes(self._per_rank))
+
+    def _swap(self, sent: list[Tensor], received: list[Tensor]) -> None:
+        """Send ``sent[r]`` to each rank r, and fill ``received[r]`` with what it sends."""
+        received[self._rank].copy_(sent[self._rank])
+        if self._mesh is not None:
+            self._mesh.swap(
+                {peer: _bytes_of(each) for peer, each in zip(self._peers, sent, strict=True)},
+                {peer: _bytes_of(each) for peer, each in zip(self._peers, received, strict=True)},
+            )
 
 
 def _bytes_of(x: Tensor) -> memoryview:
@@ -195,9 +238,9 @@ def _bytes_of(x: Tensor) -> memoryview:
     return x.view(torch.uint8).numpy().reshape(-1).data if x.numel() else memoryview(b"")
 
 
-def _run_grouped(rows: Tensor, grouped: GroupedRows, run: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Return what the experts compute of rows that are not sorted."""
-    results = torch.empty_like(rows)
+def _run_grouped(rows: Tensor, grouped: GroupedRows, run: RunExpert, width: int) -> Tensor:
+    """Return what the experts compute of rows that are not sorted, [n, width]."""
+    results = rows.new_empty(len(rows), width)
     if grouped.experts:
         parts = rows[grouped.order].split_with_sizes(grouped.counts)
         computed = [run(expert, part) for expert, part in zip(grouped.experts, parts, strict=True)]

@@ -39,7 +39,7 @@ def mix_rows(x: Tensor, grouped: GroupedRows, weights: Tensor, computed: Tensor)
     ``grouped``, times ``weights`` [T, k]."""
     results = x.new_empty(weights.numel(), x.shape[1])
     results[grouped.order] = computed
-    return (results.view(*weights.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
+    return (results.view(*weights.shape, x.shape[1]) * weights[..., None]).sum(1).to(x.dtype)
 
 
 def mix_experts(

@@ -215,15 +215,6 @@ def test_gates_and_ups_that_take_turns(checkpoint: Path, tmp_path: Path) -> None
                 torch.testing.assert_close((matrices.down @ matrices.up).t(), delta[expert][rows])
 
 
-def test_experts_that_are_spread_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    path = save_adapter(tmp_path / "adapter", checkpoint, target_parameters=["gate_up_proj"])
-    file, prefix = path / "adapter_model.safetensors", "base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_"
-    save_file({f"{prefix}A.weight": torch.ones(4, 4), f"{prefix}B.weight": torch.ones(6, 4)}, file)
-    model = AdaptedModel(EXPERTS, torch.float32, Layout(), num_experts=3, refuses_experts="experts are moved")
-    with pytest.raises(ValueError, match=r"experts\.2\.up_proj cannot have an adapter: experts are moved"):
-        read_adapter(path, model, 8)
-
-
 @pytest.mark.parametrize(("name", "size"), [("model.embed_tokens", 12), ("lm_head", 12)])
 def test_tokens_that_an_adapter_adds_are_refused_by_name(
     checkpoint: Path, tmp_path: Path, name: str, size: int

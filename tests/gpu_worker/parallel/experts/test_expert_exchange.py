@@ -97,7 +97,7 @@ def test_numbers_of_rows_that_no_step_has_end_the_step(counts: list[int], monkey
     with ThreadPoolExecutor(2) as threads:
         peers = [ExpertPeers(number, workers, epoch=1, key=KEY) for number in range(2)]
         list(threads.map(lambda exchange, peers: exchange.join(peers), exchanges, peers))
-    announced = np.array([counts, counts], np.int64)
+    announced = np.array([[counts], [counts]], np.int64)
     monkeypatch.setattr(exchanges[0], "_exchange_counts", lambda *_: announced)
     with pytest.raises(PeerLostError, match="announced"):
         exchanges[0].compute(torch.randn(40, HIDDEN_SIZE), choose(20, seed=1), NUM_EXPERTS, run_expert)

@@ -84,19 +84,6 @@ def check_options(config: EngineConfig) -> None:
         _check_order(config)
     if config.cache.block_size % context:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
-    if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
-        return
-    spreads = parallel.spreads_experts_over_engines
-    options = {
-        "runner pooling": config.worker.runner == "pooling" and spreads,
-        "pooler_config": config.worker.pooler_config is not None and spreads,
-    }
-    several = f"{parallel.world_size} workers yet; use one worker"
-    if spreads:
-        several = "experts that are spread over engines yet; leave out enable_expert_parallel"
-    for name, is_set in options.items():
-        if is_set:
-            raise ValueError(f"{name}: is not supported with {several}")
 
 
 def _check_divided_prompts(config: EngineConfig) -> None:
@@ -325,11 +312,6 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
             raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
     if kv_heads % size and size % kv_heads:
         raise ValueError(f"tensor_parallel_size: {size} neither divides the model's {kv_heads} KV heads nor is divided")
-    if mixer is not None and place.data_size > 1:
-        raise ValueError(
-            "enable_expert_parallel: experts beside layers that keep a state are not spread over engines yet; leave it "
-            "out"
-        )
     if config.latent is not None and place.spreads_context:
         raise ValueError(
             "decode_context_parallel_size: compressed vectors (MLA) are not spread over workers; leave it out"
@@ -341,10 +323,6 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
     num_layers = config.num_layers if mixer is None else len(mixer.layers)
     if place.num_stages > num_layers:
         raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {num_layers} layers")
-    if place.data_size > 1 and (config.has_class_head or not config.has_output):
-        raise ValueError(
-            "enable_expert_parallel: experts of models that only pool are not spread over engines yet; leave it out"
-        )
 
 
 def _counts(mixer: MixerSwitches, size: int, hidden_size: int) -> dict[str, int]:

@@ -97,6 +97,7 @@ class Group:
         self.ranks: list[SyncMPClient] = []
         self.states: list[GroupState | None] = []
         self.tokens: dict[str, list[int]] = {}
+        self.pooled: dict[str, object] = {}
         self._placed: dict[str, tuple[int, EngineCoreRequest]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.expert_loads: dict[int, ExpertLoads] = {}
@@ -178,6 +179,8 @@ class Group:
     def _take(self, rank: int, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
             self.tokens[output.request_id] += output.new_token_ids
+            if output.pooled is not None:
+                self.pooled[output.request_id] = output.pooled
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
         if outputs.expert_loads is not None:

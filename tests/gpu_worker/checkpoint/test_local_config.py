@@ -18,7 +18,6 @@ from tokenloom.engine_core.data.config import (
     EngineConfig,
     KVConfig,
     ParallelConfig,
-    PoolerConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
@@ -126,7 +125,6 @@ def test_a_rank_keeps_the_states_of_its_heads_and_layers(tmp_path: Path) -> None
         ("mamba2", {}, RankPlace(0, 3), "does not divide the model's 128 rows of an MLP"),
         ("granitemoehybrid", {"mamba_n_heads": 2, "mamba_d_head": 64}, RankPlace(0, 4), "2 heads of layers that keep"),
         ("lfm2", {}, RankPlace(0, 1, 0, 5), "pipeline_parallel_size: 5 stages for 4 layers"),
-        ("qwen3_next", {}, RankPlace(data_size=2), "beside layers that keep a state are not spread over engines"),
     ],
 )
 def test_what_cannot_be_divided_of_states_is_named(
@@ -147,22 +145,6 @@ def test_what_cannot_be_divided_of_states_is_named(
 def test_what_cannot_be_divided_is_named(config: ModelConfig, place: RankPlace, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         local_config(config, place)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("runner pooling", {"worker": WorkerConfig(runner="pooling")}),
-        ("pooler_config", {"worker": WorkerConfig(pooler_config=PoolerConfig())}),
-    ],
-)
-def test_options_that_spread_experts_exclude_are_named(name: str, changes: dict[str, object]) -> None:
-    config = replace(EngineConfig(), **changes)
-    check_options(config)
-    check_options(replace(config, parallel=parallel(2)))
-    spread = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
-    with pytest.raises(ValueError, match=f"{name}: is not supported with experts that are spread over engines yet"):
-        check_options(replace(config, parallel=spread))
 
 
 def test_places_of_experts_are_a_multiple_of_the_workers_and_engines_round_up(tmp_path: Path) -> None:

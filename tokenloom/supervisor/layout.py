@@ -62,13 +62,25 @@ class LocalRanks:
                 "as services of this mesh (docs/operate/scaling.md)"
             )
 
-    def flags(self, place: int, socket: Path) -> tuple[str, ...]:
+    def check_roles(self, prefill: int, decode: int) -> None:
+        """Raise ``ValueError``, naming the options, unless the engines of each role form whole groups here."""
+        if self.size is None or not prefill:
+            return
+        if self.is_split or self.local is not None or self.start or self.address:
+            raise ValueError("beside --prefill and --decode all engines of a group run here: leave out the other ones")
+        if prefill % self.size or decode % self.size:
+            raise ValueError(
+                f"--prefill {prefill} and --decode {decode} must be multiples of {self.size}: the engines of each form "
+                "groups of so many"
+            )
+
+    def flags(self, place: int, socket: Path, group: str = "data-parallel") -> tuple[str, ...]:
         """Return the flags of an engine. ``place``: its number on this machine. ``socket``: where rank 0 listens if all
-        ranks are here and no address says otherwise."""
+        ranks are here and no address says otherwise. ``group``: the name of the group."""
         if self.size is None:
             return ()
         flags = (
-            *("--data-parallel-group", "data-parallel", "--data-parallel-size", str(self.size)),
+            *("--data-parallel-group", group, "--data-parallel-size", str(self.size)),
             *("--data-parallel-rank", str(self.start + place)),
         )
         address = self.address or ("" if self.is_split else str(Address(path=str(socket))))
@@ -114,7 +126,7 @@ class MeshOptions(Struct, frozen=True):
     data_parallel_size: Annotated[
         _Parts | None,
         "Engines of one data-parallel group, instead of --engines; a request may name its engine with the header "
-        "X-data-parallel-rank.",
+        "X-data-parallel-rank. Those of --prefill, and those of --decode, form groups of so many.",
     ] = None
     data_parallel_size_local: Annotated[
         _Parts | None, "Engines of the group on this machine, with --data-parallel-hybrid-lb; by default all."
@@ -296,7 +308,7 @@ class _Layout:
         return self._of_model(number, "output_processor", index, self._coordinator(number))
 
     def engine(self, index: int) -> PartSpec:
-        options, (number, place) = self._options, divmod(index, len(self._roles))
+        number, place = divmod(index, len(self._roles))
         share, role, kv_socket = self._shares[index], self._roles[place], self._socket("engine", index, "-kv")
         flags: tuple[str, ...] = ("--role", role)
         if role != "both":  # only these exchange KV blocks
@@ -307,9 +319,18 @@ class _Layout:
             # Bound as a whole, an engine answered from the core on which its worker computes: 520 and 545 tokens/s from
             # a prefill and a decode engine on two cores, and 660 with the worker alone bound.
             flags += ("--cpus", ",".join(map(str, share.cpus)))
-        flags += options.ranks.flags(place, self._directory / f"data-parallel-{number}.sock")
+        flags += self._rank_flags(number, place)
         part = self._of_model(number, "engine", index, (*self._coordinator(number), *flags))
         return replace(part, role=role, leftovers=(*part.leftovers, kv_socket))
+
+    def _rank_flags(self, number: int, place: int) -> tuple[str, ...]:
+        """Return the flags that name the rank of a model's engine in its data-parallel group, if it is in one."""
+        ranks, role = self._options.ranks, self._roles[place]
+        if ranks.size is None or role == "both":
+            return ranks.flags(place, self._directory / f"data-parallel-{number}.sock")
+        group, rank = divmod(place - self._roles.index(role), ranks.size)
+        name = f"{role}-{group}"
+        return ranks.flags(rank, self._directory / f"{name}-{number}.sock", name)
 
     def encoder(self, index: int) -> PartSpec:
         owners = [number for number, count in enumerate(self._options.encoder_counts) for _ in range(count)]

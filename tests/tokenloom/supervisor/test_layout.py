@@ -226,6 +226,32 @@ def test_the_engines_of_a_data_parallel_group_have_ranks() -> None:
     assert flag(engine, "--data-parallel-rank") == "2"
 
 
+def test_engines_of_each_role_form_groups_of_their_own() -> None:
+    chosen = options(prefill=2, decode=4, data_parallel_size=2)
+    chosen.ranks.check_roles(chosen.prefill, chosen.decode)
+    engines = [part for part in parts_of(chosen, DIRECTORY, PORTS) if part.service == "engine"]
+    assert [part.role for part in engines] == ["prefill"] * 2 + ["decode"] * 4
+    assert [flag(part, "--data-parallel-rank") for part in engines] == ["0", "1"] * 3
+    groups = [name for name in ("prefill-0", "decode-0", "decode-1") for _ in range(2)]
+    assert [flag(part, "--data-parallel-group") for part in engines] == groups
+    addresses = [flag(part, "--data-parallel-address") for part in engines]
+    assert addresses == [f"unix:/run/mesh/{name}-0.sock" for name in groups]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts", "error"),
+    [
+        (LocalRanks(2, None, 0, is_split=False), (2, 3), "--prefill 2 and --decode 3 must be multiples of 2"),
+        (LocalRanks(2, None, 0, is_split=False), (1, 2), "--prefill 1 and --decode 2 must be multiples of 2"),
+        (LocalRanks(2, 1, 0, is_split=True), (2, 2), "all engines of a group run here"),
+        (LocalRanks(2, None, 0, is_split=False, address="10.0.0.1:7000"), (2, 2), "all engines of a group run here"),
+    ],
+)
+def test_roles_that_form_no_whole_groups_are_refused(ranks: LocalRanks, counts: tuple[int, int], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        ranks.check_roles(*counts)
+
+
 SOCKET = Path("/run/mesh/group.sock")
 GROUP = ("--data-parallel-group", "data-parallel", "--data-parallel-size", "4")
 

@@ -102,10 +102,8 @@ def _mesh_options(
         raise typer.BadParameter("each needs the other", param_hint="--prefill, --decode")
     if "engines" in values and "prefill" in values:
         raise typer.BadParameter("cannot be combined with --prefill and --decode", param_hint="--engines")
-    if "data_parallel_size" in values and {"engines", "prefill"} & values.keys():
-        raise typer.BadParameter(
-            "cannot be combined with --engines, --prefill and --decode", param_hint="--data-parallel-size"
-        )
+    if {"data_parallel_size", "engines"} <= values.keys():
+        raise typer.BadParameter("cannot be combined with --engines", param_hint="--data-parallel-size")
     if "batch_dir" in values and int(values.get("gateways", 1)) > 1:
         raise typer.BadParameter("belongs to one gateway; set --gateways 1", param_hint="--batch-dir")
     flags, environment = service_arguments(values)
@@ -115,6 +113,7 @@ def _mesh_options(
     options = built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
     try:
         options.ranks.check()
+        options.ranks.check_roles(options.prefill, options.decode)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--data-parallel-size") from None
     return options

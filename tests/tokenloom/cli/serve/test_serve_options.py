@@ -233,11 +233,20 @@ def test_states_are_passed_between_engines(started: list[MeshOptions], tmp_path:
 
 def test_models_are_checked_for_engines_over_which_experts_are_spread(started: list[MeshOptions]) -> None:
     spread = ("serve", "--data-parallel-size", "2", "--enable-expert-parallel")
-    result = CliRunner().invoke(app, [*spread, "--runner", "pooling"])
+    result = CliRunner().invoke(app, [*spread, "--prefill-context-parallel-size", "2"])
     assert (result.exit_code, started) == (2, [])
-    assert "not supported with experts that are spread over engines" in result.output
+    assert "is not supported with enable_expert_parallel over engines" in result.output
     result = CliRunner().invoke(app, [*spread, "--enable-eplb"])
     assert "enable_eplb: the model has no experts" in result.output, "there are several engines to balance"
+
+
+def test_engines_of_prefill_and_decode_form_whole_groups(started: list[MeshOptions]) -> None:
+    roles = ("serve", "--prefill", "2", "--decode", "4", "--data-parallel-size")
+    assert CliRunner().invoke(app, [*roles, "2"]).exit_code == 0
+    assert (started[0].engine_roles, started[0].ranks.size) == (["prefill"] * 2 + ["decode"] * 4, 2)
+    result = CliRunner().invoke(app, [*roles, "3"])
+    assert (result.exit_code, len(started)) == (2, 1)
+    assert "must be multiples of 3" in result.output
 
 
 def test_engines_that_would_publish_their_events_at_one_address_are_not_started(started: list[MeshOptions]) -> None:

@@ -53,6 +53,8 @@ class Policy(StrEnum):
 
     SESSIONS = "sessions"
     """Requests of a session go where its KV is, and its blocks are evicted by when it is expected back."""
+    SHARED = "shared"
+    """As sessions, and the engines share a folder of KV blocks, so that a turn may run on any of them."""
     LRU = "lru"
     """None: blocks are evicted that were used least recently."""
 
@@ -64,7 +66,7 @@ class AgentWorker(StrEnum):
     MODEL = "model"
 
 
-_NO_SESSIONS = {Policy.SESSIONS: (), Policy.LRU: ("--no-sessions",)}
+_NO_SESSIONS = {Policy.SESSIONS: (), Policy.SHARED: (), Policy.LRU: ("--no-sessions",)}
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ def mesh_options(model: Path, case: AgentsCase, tokens: "HeldTokens", offload: P
         engine["load-format"] = "dummy"
     if case.offload:
         engine |= {"kv-offload-path": offload, "kv-offload-bytes": _OFFLOAD_BYTES}
+    if case.policy is Policy.SHARED:
+        engine |= {"kv-store": (offload / "shared").as_uri(), "kv-store-bytes": _OFFLOAD_BYTES}
     flags = tuple(text for name, value in engine.items() for text in (f"--{name}", str(value)))
     return MeshOptions(
         model=model,

@@ -47,16 +47,24 @@ class MultiConnector:
             connector.bind_block_pool(pool, states)
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
-        for index, connector in enumerate(self._connectors):
-            num_tokens, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens)
-            # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
-            if num_tokens is None:
-                return None, beside
-            if num_tokens:
-                self._loader[request.request_id] = index
-                return num_tokens, beside
+        most, waits = 0, False
         self._loader.pop(request.request_id, None)
-        return 0, False
+        for index, connector in enumerate(self._connectors):
+            # A later one is asked what it has behind the offer before, and only if it has something for all of it: a
+            # file that has the system prompt alone must not keep a store from loading the whole past.
+            for offered in dict.fromkeys((most, 0)):
+                found, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens + offered)
+                # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
+                if found is None:
+                    return None, beside
+                if not found:
+                    break
+            else:
+                if found > most:
+                    most, waits, self._loader[request.request_id] = found, beside, index
+            if most and request.is_decode_leg:
+                break  # which pulls what its prefill has left for it
+        return most, waits
 
     def share(self, identity: bytes) -> None:
         for connector in self._connectors:

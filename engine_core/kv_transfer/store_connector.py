@@ -39,8 +39,10 @@ class StoreMetadata(KVConnectorMetadata):
 class _Search:
     """Is what a request looks for, and the answer."""
 
-    def __init__(self, job: StoreJob, names: Sequence[bytes], valid_until: float) -> None:
+    def __init__(self, job: StoreJob, first: int, names: Sequence[bytes], valid_until: float) -> None:
         self.job = job
+        self.first = first
+        """The first block that it looked for."""
         self.key_of = dict(zip(names, job.keys, strict=True))
         self.valid_until = valid_until
         """A time of ``time.monotonic``: later, the store may have given up what it had."""
@@ -147,7 +149,7 @@ class StoreConnector(HoldsNothing):
         if search is not None:
             if not search.job.is_ended:
                 return None, True
-            if time.monotonic() < search.valid_until:
+            if search.first <= first and time.monotonic() < search.valid_until:
                 return self._match(request, search, first)
         return self._begin_search(request, first)
 
@@ -243,7 +245,7 @@ class StoreConnector(HoldsNothing):
             return 0, False
         keys = [store_key(self._namespace, name) for name in names]
         job = StoreJob(request.request_id, keys, in_order=self._blocks.num_groups == 1)
-        self._searches[request.request_id] = _Search(job, names, time.monotonic() + LEASE_SECONDS / 2)
+        self._searches[request.request_id] = _Search(job, first, names, time.monotonic() + LEASE_SECONDS / 2)
         self._num_open += 1
         self.queue.submit(job)
         return None, True

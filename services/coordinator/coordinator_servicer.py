@@ -304,6 +304,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._picks.outcomes.inc(error.reason)
             raise
         self._picks.outcomes.inc("WHOLE" if placed.whole_request else _LEGS[request.role])
+        if (turn := placed.session) is not None and turn.past_tokens and request.role != EngineRole.ENGINE_ROLE_DECODE:
+            self._picks.turns.inc("store" if turn.from_store else "elsewhere" if turn.moved else "home")
         return placed
 
     def _open(self, first: EngineReport) -> EngineStream:

@@ -16,7 +16,8 @@ from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PauseRequest, ResumeRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
 ENGINES = "engine-0", "engine-1"
-BLOCK_SIZE, TURNS, OTHERS = 4, (900, 600, 400), 5
+BLOCK_SIZE, TURNS = 4, (900, 600, 400)
+OTHERS = [[9, index] for index in range(5)]
 ENGINE = {
     "block_size": BLOCK_SIZE,
     "max_model_len": 2048,
@@ -49,16 +50,18 @@ def cached_tokens(answer: Answer) -> int:
     return int(answer.usage["prompt_tokens_details"]["cached_tokens"])
 
 
-async def load_only(mesh: Mesh, http: httpx.AsyncClient, engine: str) -> list[asyncio.Task[Answer]]:
+async def load_only(
+    mesh: Mesh, http: httpx.AsyncClient, engine: str, prompts: Sequence[list[int]] = OTHERS
+) -> list[asyncio.Task[Answer]]:
     """Give an engine requests that the other one does not get."""
     (other,) = {*ENGINES} - {engine}
     async with open_channel(mesh.address(other)) as channel:
         admin = EngineAdminStub(channel)
         await admin.Pause(PauseRequest(mode=PAUSE_MODE_KEEP))
-        tasks = [asyncio.create_task(ask(http, [9, index], 1900)) for index in range(OTHERS)]
-        await mesh.until_running(OTHERS)
+        tasks = [asyncio.create_task(ask(http, prompt, 1900 - len(prompt))) for prompt in prompts]
+        await mesh.until_running(len(prompts))
         await admin.Resume(ResumeRequest())
-    await until(mesh, {engine: (0, OTHERS), other: (0, 0)})
+    await until(mesh, {engine: (0, len(prompts)), other: (0, 0)})
     return tasks
 
 
@@ -92,3 +95,28 @@ async def test_without_sessions_the_load_alone_decides(socket_dir: Path) -> None
     engines, cached = await engines_of(mesh, {"prompt_cache_key": "one"})
     assert engines[0] == engines[1] != engines[2]
     assert cached[2] == 0
+
+
+@pytest.mark.parametrize("placement", ["score", "cost"])
+async def test_a_turn_without_room_loads_its_kv_elsewhere(socket_dir: Path, tmp_path: Path, placement: str) -> None:
+    folder = tmp_path / "kv"
+    engine = {**ENGINE, "num_kv_blocks": 600, "kv_store": folder.as_uri(), "kv_store_bytes": 64 << 20}
+    mesh = Mesh(socket_dir, engines=2, engine=engine, coordinator={"placement": placement})
+    async with mesh.running(), mesh.http() as http, asyncio.timeout(SOON):
+        session = Session(http, 1)
+        answers = [await session.turn(count) for count in TURNS[:2]]
+        past = sum(TURNS[:2]) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
+        while len(list(folder.glob("*.kv"))) < past // BLOCK_SIZE:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        others = [[3 + index % 190 for index in range(1500)]]
+        tasks = await load_only(mesh, http, answers[-1].timeline["prefill_engine"], others)
+        try:
+            answers.append(await session.turn(TURNS[2]))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+    first, second, third = (each.timeline for each in answers)
+    assert first["prefill_engine"] == second["prefill_engine"] != third["prefill_engine"]
+    assert (second["session_kv"], third["session_kv"]) == ("home", "store")
+    assert cached_tokens(answers[2]) == past, "loaded, not computed"

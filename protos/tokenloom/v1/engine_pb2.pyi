@@ -92,18 +92,20 @@ class AddRequest(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., awaits_tokens: _Optional[bool] = ..., tenant: _Optional[str] = ..., session: _Optional[_Union[SessionTurn, _Mapping]] = ...) -> None: ...
 
 class SessionTurn(_message.Message):
-    __slots__ = ("branch", "return_milliseconds", "past_tokens", "moved", "keep_seconds")
+    __slots__ = ("branch", "return_milliseconds", "past_tokens", "moved", "keep_seconds", "from_store")
     BRANCH_FIELD_NUMBER: _ClassVar[int]
     RETURN_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     PAST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FROM_STORE_FIELD_NUMBER: _ClassVar[int]
     branch: int
     return_milliseconds: int
     past_tokens: int
     moved: bool
     keep_seconds: int
-    def __init__(self, branch: _Optional[int] = ..., return_milliseconds: _Optional[int] = ..., past_tokens: _Optional[int] = ..., moved: _Optional[bool] = ..., keep_seconds: _Optional[int] = ...) -> None: ...
+    from_store: bool
+    def __init__(self, branch: _Optional[int] = ..., return_milliseconds: _Optional[int] = ..., past_tokens: _Optional[int] = ..., moved: _Optional[bool] = ..., keep_seconds: _Optional[int] = ..., from_store: _Optional[bool] = ...) -> None: ...
 
 class AcceptTokens(_message.Message):
     __slots__ = ("slot", "token_ids")

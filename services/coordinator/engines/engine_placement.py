@@ -10,7 +10,7 @@ from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, FloatColumn, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
-from tokenloom.services.runtime.placement.rules import Ask, Home, Rule, cost
+from tokenloom.services.runtime.placement.rules import STORED, Ask, Home, Rule, cost
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -111,6 +111,46 @@ class Placement:
             return chosen
         other = self.choose(pool, request, excluded, cached_tokens, home)
         return other if self._has_room(other[0], request) else chosen
+
+    def reach(
+        self, pool: Pool, request: PickRequest, excluded: list[int], cached_tokens: IntColumn | None, home: Home | None
+    ) -> tuple[IntColumn | None, Home | None]:
+        """Return the cached tokens and the home as stores make them, from which engines load what others computed.
+
+        What one engine of a store has counts :data:`.STORED` on the others. A session's turn for which its engine has
+        no room begins where there is some, or a queue that is shorter by more than the turn itself.
+        """
+        at = None if home is None or request.role == _DECODE else home.row
+        if home is not None and at is not None and self._columns.store[at]:
+            cached_tokens = self._with_stored(cached_tokens, home)
+            return cached_tokens, self._with_room(pool, request, excluded, home, at)
+        return cached_tokens if cached_tokens is None else self._with_stored(cached_tokens, None), home
+
+    def _with_stored(self, cached_tokens: IntColumn | None, home: Home | None) -> IntColumn:
+        store = self._columns.store
+        cached = np.zeros(len(store), np.int64) if cached_tokens is None else cached_tokens
+        most: IntColumn = np.zeros(int(store[store.argmax()]) + 1, np.int64)
+        np.maximum.at(most, store, cached)
+        if home is not None and home.row is not None:  # its cache may have evicted what the store has
+            number = store[home.row]
+            most[number] = max(most[number], home.tokens)
+        most[0] = 0
+        stored: IntColumn = (STORED * most).astype(np.int64)[store]
+        return np.maximum(cached, stored, out=stored)
+
+    def _with_room(self, pool: Pool, request: PickRequest, excluded: list[int], home: Home, at: int) -> Home:
+        columns, rows, tokens = self._columns, pool.rows, request.prompt_tokens
+        here, is_able = int(columns.free_tokens[at]), columns.is_serving[at] and not columns.is_late[at]
+        if is_able and here > tokens and at not in excluded:
+            return home
+        able = (columns.store[rows] == columns.store[at]) & (columns.role[rows] == columns.role[at])
+        rows = rows[able & ~columns.is_late[rows] & ~np.isin(rows, excluded)]
+        if not len(rows):
+            return home
+        best = int(rows[columns.free_tokens[rows].argmax()])
+        there = int(columns.free_tokens[best])
+        # Loading takes time and blocks. It is worth that only if the turn begins earlier by what another one needs.
+        return Home(best, home.tokens) if there > tokens or there - here > tokens or not is_able else home
 
     def _has_room(self, row: int, request: PickRequest) -> bool:
         columns = self._columns

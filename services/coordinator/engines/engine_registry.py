@@ -176,6 +176,7 @@ class Registry:
         last_turn = columns.last_turn[row]
         record = EngineRecord(identity, report, now, columns, row)
         columns.kind[row] = self._kind(identity)
+        columns.share(row, identity.kv_store)
         if older is not None and older.identity.epoch == identity.epoch:
             record.inherit(older)
             columns.last_turn[row] = last_turn
@@ -269,6 +270,8 @@ class Registry:
         cached = None if path is None else self._cached_tokens(path, request)
         turn = self.sessions.find(request) if self._placement.policy.has_sessions else None
         home = None if turn is None else self._home(turn, request)
+        if self._columns.has_stores:
+            cached, home = self._placement.reach(pool, request, excluded, cached, home)
         if near is not None and (
             home is None or home.row is None or home.row in near.rows or home.row not in pool.rows
         ):
@@ -292,7 +295,11 @@ class Registry:
         self._expire(now)  # a few at each pick: those of a tenth of a second together would keep others waiting
         self.revision += 1
         self.changed.load(record.identity.engine_id)
-        session = None if turn is None else self.sessions.note(turn, request, record.identity)
+        session = None
+        if turn is not None:
+            before = self._rows([turn.engine]) if self._columns.has_stores and turn.engine is not None else ()
+            in_store = self._columns.share_store(row, before)
+            session = self.sessions.note(turn, request, record.identity, in_store=in_store)
         return Placed(record.identity, record.answer_part, whole, self._epoch, self._num_picks, session)
 
     def refresh(self) -> None:

@@ -28,6 +28,7 @@ class PickMetrics:
 
     Attributes:
         outcomes: Counts them by outcome.
+        turns: Counts turns of sessions, without their decode legs, by where the KV of the turn before is.
         seconds: Of the picks of streams.
     """
 
@@ -38,6 +39,14 @@ class PickMetrics:
             "Picks: WHOLE, PREFILL, DECODE or an error's reason. Most requests of a mesh with one engine need none.",
             "outcome",
             ("WHOLE", "PREFILL", "DECODE"),
+        )
+        self.turns = LabelledCounter(
+            registry,
+            "tokenloom_session_turns",
+            "Placed turns of sessions that had one before, by where its KV is: home, on the engine that was picked; "
+            "store, in a store (--kv-store) from which that engine loads it; elsewhere, on another engine.",
+            "kv",
+            ("home", "store", "elsewhere"),
         )
         self.seconds = Histogram(
             registry,

@@ -203,9 +203,11 @@ class SessionTable:
         is_again = is_same and (request.prompt_tokens == branch.prompt_tokens or bool(request.exclude))
         return Turn(branch, session, common, is_next, is_again or (is_same and request.role == _DECODE))
 
-    def note(self, turn: Turn, request: PickRequest, engine: EngineIdentity) -> SessionTurn | None:
+    def note(
+        self, turn: Turn, request: PickRequest, engine: EngineIdentity, *, in_store: bool = False
+    ) -> SessionTurn | None:
         """Remember where a turn was placed. Return what the engine and the caller learn of it; None while nothing says
-        that another turn follows."""
+        that another turn follows. ``in_store``: the engine can load from a store what the one before has."""
         placed = EngineRef(engine_id=engine.engine_id, epoch=engine.epoch)
         moved = turn.engine is not None and turn.engine != placed
         branch = turn.branch
@@ -220,11 +222,13 @@ class SessionTable:
         if not branch.is_expected:
             return None
         past_tokens = min(turn.num_blocks * engine.fingerprint.block_size, request.prompt_tokens)
+        moved = moved and bool(past_tokens)
         return SessionTurn(
             branch=branch.number,
             return_milliseconds=round(1000 * branch.intervals.next),
             past_tokens=past_tokens,
-            moved=moved and bool(past_tokens),
+            moved=moved,
+            from_store=moved and in_store,
             keep_seconds=request.keep_seconds,
         )
 

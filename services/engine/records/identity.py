@@ -10,6 +10,7 @@ from typing import Any
 from tokenloom.engine_core.data.config import EngineConfig, MediaLimits, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.kv_config import store_place
 from tokenloom.model_files import checkpoint
 from tokenloom.model_files.checkpoint import Stamp
 from tokenloom.process.plugins import described
@@ -79,6 +80,12 @@ class Identity:
         """The identity of those blocks with the present weights."""
         return kv_identity(self.fingerprint, self._engine)
 
+    @property
+    def kv_store(self) -> bytes:
+        """Stands for those blocks in the store of its settings; empty: there is none."""
+        url = self._engine.kv.store
+        return hashlib.sha256(self.kv + location_of(url).encode()).digest() if url else b""
+
     def hello(self) -> types_pb2.Hello:
         """Return the first message to a peer."""
         return make_hello(self._engine_id, self._epoch, fingerprint=self.fingerprint)
@@ -104,10 +111,29 @@ class Identity:
             num_state_slots=self._ready.num_state_slots,
             state_boundary=self._ready.state_boundary,
             plugins=self._plugins,
+            kv_store=self.kv_store,
         )
 
 
-def supervisor_of(state_file: Path, boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def location_of(store: str, boot_id: Path = BOOT_ID) -> str:
+    """Return what stores have in common that are the same one, of a URL as in :func:`.store_place`."""
+    place = store_place(store)
+    if not place.folder:
+        return f"{place.host}:{place.port}"
+    # Hosts differ in the boot, and containers of a host in the file system: only a volume that both have is shared. The
+    # folder's number would not do, since engines make a folder again that was removed.
+    known = [os.path.realpath(place.folder)]
+    with contextlib.suppress(OSError):  # without /proc
+        known.append(boot_id.read_text().strip())
+    with contextlib.suppress(OSError):
+        known.append(str(os.stat(place.folder).st_dev))
+    return ":".join(known)
+
+
+def supervisor_of(state_file: Path, boot_id: Path = BOOT_ID) -> str:
     """Return what no other supervisor of an engine has. A supervisor gives each of its parts a state file of its own,
     and starts the next process of a part when the one before has ended."""
     # Containers of one host, and hosts of one name, may have the same path: hosts differ in the boot, and

@@ -249,6 +249,7 @@ class RequestStages:
             if not output.token_ids:  # what was cached is counted of the first attempt too
                 output.timeline.past_tokens = attempt.session.past_tokens
                 output.timeline.kv_elsewhere = attempt.session.moved
+                output.timeline.kv_from_store = attempt.session.from_store
         attempt.num_accepted = len(accepted)
         try:
             attempt.link.add(request, attempt, self)

@@ -1,5 +1,6 @@
 """Keeps the numbers of many engines as arrays, so that ranking a thousand engines takes a few array operations."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -38,6 +39,7 @@ class EngineColumns:
             least is chosen, so :meth:`add` gives each new one a number of its own.
         role: An ``EngineRole``.
         kind: Number of its fingerprint, see :class:`.FingerprintKinds`.
+        store: Number of the store of KV blocks that it shares, see :meth:`share`; 0: it shares none.
         name_hash: Of name and incarnation, see :func:`.prefix_homes.name_hash`.
         reported_at: When it last reported, in seconds of the owner's clock.
         progressed_at: When its step number last grew, or it had no work.
@@ -54,6 +56,7 @@ class EngineColumns:
         self.num_reports = 0
         """How often an engine's load was written here."""
         self._num_added = 0
+        self._stores: dict[bytes, int] = {}
         self.waiting: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.running: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.waiting_tokens: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
@@ -70,6 +73,7 @@ class EngineColumns:
         self.last_turn: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.role: NDArray[np.int8] = np.zeros(_FIRST_ROWS, np.int8)
         self.kind: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.store: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.name_hash: NDArray[np.uint64] = np.zeros(_FIRST_ROWS, np.uint64)
         self.reported_at: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.progressed_at: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
@@ -96,6 +100,25 @@ class EngineColumns:
         """Note that no pick has chosen the engine; it comes after others of which that is true."""
         self._num_added += 1
         self.last_turn[row] = self._num_added - _BEFORE_ALL_PICKS
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether an engine has shared a store of KV blocks."""
+        return bool(self._stores)
+
+    def share(self, row: int, store: bytes) -> None:
+        """Note which store of KV blocks an engine shares; empty: none."""
+        self.store[row] = 0
+        if store and store not in self._stores:
+            used = set(self.store.tolist())
+            self._stores = {known: number for known, number in self._stores.items() if number in used}
+            self._stores[store] = next(number for number in range(1, len(used) + 2) if number not in used)
+        if store:
+            self.store[row] = self._stores[store]
+
+    def share_store(self, row: int, others: Sequence[int]) -> bool:
+        """Return whether an engine can load from a store what one of the others has."""
+        return any(self.store[row] == self.store[other] != 0 for other in others)
 
     def set_late(self, row: int, is_late: bool) -> None:
         """Note whether an engine is late with its report."""

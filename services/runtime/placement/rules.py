@@ -47,6 +47,8 @@ _TIE = 0.5
 BROUGHT_BACK = 0.5
 """Share of a session's KV that is assumed where it ran last, if the cache there has evicted it: an engine may have kept
 it elsewhere, and brings it back for less than it costs to compute."""
+STORED = 0.5
+"""Share of what one engine has of a prompt that counts on those which can load it from a store that they share."""
 RECOMPUTED = 2.0
 """With ``cost``, tokens of a returning session's prompt count so often: computing its past elsewhere takes time, lets
 the requests of that engine wait as long, and takes KV blocks that the session has already. Counted once, 3 of 93 turns
@@ -57,9 +59,10 @@ class Home(NamedTuple):
     """Says where a session's KV lies.
 
     Attributes:
-        row: Of the engine on which its last turn ran; None: it begins, or that engine is gone.
+        row: Of the engine on which its last turn ran, or of one with more room that can load its KV from a store that
+            both share; None: it begins, or that engine is gone.
         tokens: Those of the prompt that were part of that turn.
-        share: Of that engine's KV cache, which the session needs.
+        share: Of that engine's KV cache, which the session needs and which counts there already.
     """
 
     row: int | None
@@ -73,8 +76,8 @@ class Ask(NamedTuple):
     Attributes:
         role: PREFILL or DECODE, or BOTH for the whole request.
         prompt_tokens: All tokens of the prompt; at least 1.
-        cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity]; None
-            if no engine has any.
+        cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity], and
+            :data:`STORED` of those that it can load from a store; None if no engine has any.
         homes: Rows of the engines at which the prompt's beginning is at home; none, if the rule does not ask.
         session: Where the KV of the request's session lies; None: it has none.
     """
@@ -204,7 +207,8 @@ class Offers(NamedTuple):
     Attributes:
         role: ``prefill`` or ``decode``, or ``both`` for the whole request.
         prompt_tokens: All tokens of the prompt; at least 1.
-        cached_tokens: Tokens of the prompt in each engine's KV cache, as far as is known.
+        cached_tokens: Tokens of the prompt in each engine's KV cache, as far as is known; half of those count that it
+            can load from a store.
         waiting: Requests that wait there.
         running: Requests in the batch there.
         free_tokens: Tokens that its free KV blocks hold once all waiting prompts are computed; may be negative.

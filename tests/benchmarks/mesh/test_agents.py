@@ -106,8 +106,15 @@ def test_without_sessions_the_coordinator_knows_none() -> None:
     assert case.title == "score, lru, KV 3"
 
 
+def test_engines_share_a_folder_only_where_the_arm_says_so() -> None:
+    flags = engine_flags(replace(CASE, policy=Policy.SHARED))
+    assert flags["--kv-store"] == "file:///offload/shared"
+    assert flags["--kv-offload-path"] == "/offload"
+    assert "--kv-store" not in engine_flags(CASE)
+
+
 def test_arms_to_compare_follow_each_other_with_the_same_sessions() -> None:
-    made = arms(CASE, 2, [1.0, 0.5], [Placement.COST], Policy)
+    made = arms(CASE, 2, [1.0, 0.5], [Placement.COST], [Policy.SESSIONS, Policy.LRU])
     assert [(arm.seed, arm.kv, str(arm.policy)) for arm in made[:3]] == [
         (0, 1.0, "sessions"),
         (0, 1.0, "lru"),

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -81,14 +82,17 @@ class StoringCore:
         windows: Sequence[int | None] = (),
         timeout: float = 20.0,
         store_bytes: int = 0,
+        offload: Path | None = None,
         **config: object,
     ) -> None:
-        """``store``: itself, or its URL. ``windows``: those of the groups of layers, if there are several."""
+        """``store``: itself, or its URL. ``windows``: those of the groups of layers, if there are several. ``offload``:
+        folder of a file for evicted blocks, beside a store with a URL."""
         base = make_config(block_size=BLOCK_SIZE, async_scheduling=executor != "uniproc", **config)  # type: ignore[arg-type]
         base = msgspec.structs.replace(base, cache=msgspec.structs.replace(base.cache, block_hash_seed=block_hash_seed))
         self.config = base
         if isinstance(store, str):
-            kv = KVConfig(store=store, store_bytes=store_bytes, store_timeout_seconds=timeout)
+            file = {} if offload is None else {"offload_path": str(offload), "offload_bytes": 64 * BLOCK_BYTES}
+            kv = KVConfig(store=store, store_bytes=store_bytes, store_timeout_seconds=timeout, **file)
             self.config = msgspec.structs.replace(base, kv=kv)
             parts = make_core_kv(self.config, ())
         else:
@@ -101,6 +105,8 @@ class StoringCore:
             worker = GroupedHashWorker(self.config, windows)
         self.core = EngineCore(self.config, EXECUTORS[executor](worker), parts)
         self.connector: Any = self.core._connector
+        if offload is not None:
+            self.connector = self.connector._connectors[-1]
         self._news = threading.Event()
         self.core.on_update(self._news.set)
         if weights:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tokenloom.engine_core.data.request import RequestKV
+from tokenloom.engine_core.data.request import RemoteKVState, RequestKV
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.state_slots import StateSlotPool
@@ -42,7 +42,8 @@ class FakeConnector:
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._note("match")
-        return self.matched, bool(self.matched)
+        offer = self.matched and max(self.matched - num_computed_tokens, 0)
+        return offer, bool(offer)
 
     def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
         self.calls.append((f"{self.name}.alloc", num_external_tokens))
@@ -133,14 +134,16 @@ def news(*, sent: set[str] | None = None, received: set[str] | None = None, **st
 @pytest.mark.parametrize(
     ("first", "second", "answer", "allocated"),
     [
-        (8, 16, (8, True), ["first.alloc(8)", "second.alloc(0)"]),
+        (8, 16, (16, True), ["first.alloc(0)", "second.alloc(16)"]),
+        (16, 8, (16, True), ["first.alloc(16)", "second.alloc(0)"]),
+        (8, 8, (8, True), ["first.alloc(8)", "second.alloc(0)"]),
         (0, 16, (16, True), ["first.alloc(0)", "second.alloc(16)"]),
         (0, 0, (0, False), ["first.alloc(0)", "second.alloc(0)"]),
         (None, 16, (None, False), ["first.alloc(0)", "second.alloc(0)"]),
-        (8, None, (8, True), ["first.alloc(8)", "second.alloc(0)"]),
+        (8, None, (None, False), ["first.alloc(0)", "second.alloc(0)"]),
     ],
 )
-def test_the_first_that_can_load_loads(
+def test_the_one_that_can_load_most_loads(
     multi: Multi,
     request_: RequestKV,
     first: int | None,
@@ -153,6 +156,13 @@ def test_the_first_that_can_load_loads(
     multi.take_calls()
     multi.connector.update_state_after_alloc(request_, [1, 2], answer[0] or 0)
     assert multi.take_calls() == allocated
+
+
+def test_a_decode_leg_pulls_what_its_prefill_left(multi: Multi, request_: RequestKV) -> None:
+    multi.first.matched, multi.second.matched = 8, 16
+    request_.remote = RemoteKVState(awaits_tokens=True)
+    assert multi.connector.get_num_new_matched_tokens(request_, 0) == (8, True)
+    assert multi.take_calls() == ["first.match"]
 
 
 def test_an_offer_that_was_withdrawn_is_forgotten(multi: Multi, request_: RequestKV) -> None:

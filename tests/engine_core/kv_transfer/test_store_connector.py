@@ -272,6 +272,26 @@ def test_a_folder(make_core: MakeCore, tmp_path: Path) -> None:
     assert core.core.scheduler.stats().kv_bytes_received == {"folder": NUM_BLOCKS * BLOCK_BYTES}
 
 
+def test_a_store_brings_what_a_file_beside_it_has_in_part(make_core: MakeCore, tmp_path: Path) -> None:
+    url, size, offload = (tmp_path / "kv").as_uri(), 1 << 20, tmp_path / "file"
+    offload.mkdir()
+    make_core(url, store_bytes=size).run(PROMPT)
+    core = make_core(url, store_bytes=size, offload=offload)
+    core.run(PROMPT[:17])
+    others = prompt_of(3, 70)
+    core.run(others)  # drives the beginning out of the pool into the file
+    assert core.run(PROMPT) == [expected(PROMPT)]
+    received = core.core.scheduler.stats().kv_bytes_received
+    assert set(received) == {"folder"}
+    assert received["folder"] > NUM_BLOCKS * BLOCK_BYTES
+    core.run(others)
+    before = core.core.scheduler.stats().kv_bytes_received
+    assert core.run(PROMPT) == [expected(PROMPT)], "now the file has all that the store has"
+    after = core.core.scheduler.stats().kv_bytes_received
+    assert after["offload"] > before.get("offload", 0)
+    assert after["folder"] == before["folder"]
+
+
 def test_a_file_that_lost_its_end_is_replaced(make_core: MakeCore, tmp_path: Path) -> None:
     """As a machine that lost its power may leave one."""
     url = (tmp_path / "kv").as_uri()

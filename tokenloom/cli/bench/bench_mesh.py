@@ -188,8 +188,8 @@ def agents(
     policy: Annotated[
         list[Policy] | None,
         typer.Option(
-            help="sessions: the mesh knows sessions; lru: it does not, and evicts what was used least recently. "
-            "[default: both]",
+            help="sessions: the mesh knows sessions; shared: and its engines share a folder of KV blocks; lru: it "
+            "knows none, and evicts what was used least recently. [default: all]",
         ),
     ] = None,
     offload: Annotated[

@@ -242,6 +242,79 @@ def test_an_engine_without_room_keeps_its_session() -> None:
     assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110))) == "b1*"
 
 
+def sharing(*stores: bytes, rule: Rule = score) -> Fleet:
+    """Engines b0, b1, ..., each with the store that it shares."""
+    fleet = Fleet(*(f"b{number}" for number in range(len(stores))), rule=rule)
+    for name, store in zip(fleet.records, stores, strict=True):
+        with_store = identity(name)
+        with_store.kv_store = store
+        fleet.records[name] = fleet.registry.join(with_store, report(name))
+    return fleet
+
+
+@pytest.mark.parametrize("rule", [score, cost])
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        ((1000, 1000, 1000), "b0*"),  # no engine is better than the one that has its KV
+        ((110, 1000, 1000), "b2*"),  # the store's other one
+        ((110, 1000, 100), "b0*"),  # no better: it has no room, and no shorter queue
+        ((0, 1000, 100), "b0*"),
+        ((-100, 1000, 100), "b2*"),  # its queue is shorter by more than the turn
+    ],
+)
+def test_a_turn_without_room_begins_where_a_shared_store_has_its_kv(
+    rule: Rule, free: tuple[int, int, int], expected: str
+) -> None:
+    fleet = sharing(b"one", b"", b"one", rule=rule)
+    for name in ("b1", "b2"):
+        fleet.load(name, waiting=9)
+    assert fleet.pick(BOTH, 1700, block_hash_prefixes=chain((1, 100)), session=9) == "b0*"
+    for name, blocks in zip(fleet.records, free, strict=True):
+        ahead = max(0, -blocks) * BLOCK_SIZE
+        fleet.load(name, running=1, free_kv_blocks=max(0, blocks), waiting=int(blocks < 0), waiting_tokens=ahead)
+    assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110)), session=9) == expected
+
+
+@pytest.mark.parametrize("stores", [(b"", b""), (b"one", b""), (b"one", b"two")])
+def test_a_turn_waits_for_its_kv_where_no_store_has_it(stores: tuple[bytes, bytes]) -> None:
+    fleet = sharing(*stores)
+    assert fleet.pick(BOTH, 1700, block_hash_prefixes=chain((1, 100)), session=9) == "b0*"
+    fleet.load("b0", running=1, free_kv_blocks=10)
+    assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110)), session=9) == "b0*"
+
+
+def test_a_turn_leaves_an_engine_that_failed_it_for_one_of_its_store() -> None:
+    fleet = sharing(b"one", b"", b"one")
+    assert fleet.pick(BOTH, 1700, block_hash_prefixes=chain((1, 100)), session=9) == "b0*"
+    failed = [EngineRef(engine_id="b0", epoch=1)]
+    assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110)), session=9, exclude=failed) == "b2*"
+
+
+def test_the_answer_says_that_a_store_has_what_another_engine_computed() -> None:
+    fleet = sharing(b"one", b"one")
+    fields = {"fingerprint": Fingerprint(model="m"), "role": BOTH, "prompt_tokens": 1700, "session": 9}
+    prompt = chain((1, 100))
+    first = fleet.registry.pick(PickRequest(**fields, block_hash_prefixes=prompt)).session
+    fleet.load("b0", running=1, free_kv_blocks=10)
+    second = fleet.registry.pick(PickRequest(**{**fields, "prompt_tokens": 1800}, block_hash_prefixes=[*prompt, 1]))
+    third = fleet.registry.pick(PickRequest(**{**fields, "prompt_tokens": 1900}, block_hash_prefixes=[*prompt, 1, 2]))
+    turns = [each for each in (first, second.session, third.session) if each is not None]
+    assert [(turn.moved, turn.from_store) for turn in turns] == [(False, False), (True, True), (False, False)]
+    assert second.engine.engine_id == third.engine.engine_id == "b1"
+
+
+def test_what_an_engine_can_load_counts_in_part() -> None:
+    fleet = sharing(b"one", b"one", b"")
+    prompt = chain((1, 100))
+    assert fleet.pick(PREFILL, 1600, block_hash_prefixes=prompt).startswith("b0")
+    fleet.load("b0", running=9)
+    fleet.load("b2", running=1)
+    assert fleet.pick(PREFILL, 1600, block_hash_prefixes=prompt).startswith("b1")
+    fleet.load("b1", running=2)
+    assert fleet.pick(PREFILL, 1600, block_hash_prefixes=chain((2, 100))).startswith("b2"), "no engine has it"
+
+
 def test_the_tokens_of_sessions_count_where_their_next_turns_are_expected() -> None:
     mesh = Mesh()
     mesh.turn(chain((1, LONG)))

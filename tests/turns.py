@@ -1,6 +1,6 @@
 """Long tests take turns in ``.ci/run``: each run takes a part of them, and `make test-long` all.
 
-Files take turns, and in the longest ones cases too. ``TURN=N`` gives a number, which .ci/run takes from the commit and
+Files take turns, and in the longest ones cases too. ``TURN=N`` gives a number, which .ci/run takes from the clock and
 prints.
 """
 

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 KINDS: Final[Mapping[str, str]] = {
     # Seen by the coordinator; the subject is an engine.
-    "other_weights": "An engine has other weights than the engines that serve its model's name: it gets no requests.",
+    "other_weights": "An engine or encoder has other weights than those that serve its name: it gets no requests.",
     "other_numerics": "A request continued on an engine that computes in another way: its last bits may differ.",
     "no_pair": "No serving engine of the other role can read or send this engine's KV blocks: nothing is handed over.",
     "missing_role": "No engine of a role serves: every request stays on one engine.",

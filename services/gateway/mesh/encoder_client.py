@@ -222,7 +222,7 @@ class EncoderClient:
 
     async def _release(self, address: str, owner: FilesOwner) -> None:
         request = encoder_pb2.ReleaseFilesRequest(request_id=owner.request_id, tenant=owner.tenant)
-        # A call that is lost would leave the file pinned until its lease ends, in ten minutes: it would take the room
+        # A call that is lost would leave the file pinned until its lease ends: it would take the room
         # of others, and an encoder that drains would wait for it.
         for attempt in range(RELEASE_ATTEMPTS):
             if address not in self._known():  # it is gone, and its memory with it

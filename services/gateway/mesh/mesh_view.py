@@ -9,11 +9,13 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference, is_foreign
+from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference, is_foreign, misfit_of
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, output_processor_pb2, types_pb2
 from tokenloom.v1.coordinator_pb2 import EngineEntry
 from tokenloom.v1.types_pb2 import EngineRole
+
+OTHER_WEIGHTS = "other_weights"
 
 
 def engine_words(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
@@ -23,7 +25,7 @@ def engine_words(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
     fall_backs = {each.kind: each.detail for each in report.fall_backs}
     return {
         "role": types_pb2.EngineRole.Name(report.role).removeprefix("ENGINE_ROLE_").lower(),
-        "state": "aside" if "other_weights" in fall_backs else _state(report.state),
+        "state": "aside" if OTHER_WEIGHTS in fall_backs else _state(report.state),
         **({"fall_backs": fall_backs} if fall_backs else {}),
     }
 
@@ -156,6 +158,7 @@ class MeshView:
         self._fingerprint: types_pb2.Fingerprint | None = None
         self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
         self._lost_encoders: dict[str, float] = {}  # the same
+        self._misfits: dict[str, str] = {}  # encoders that get no files, with the reason
         self._capacity = Capacity()
         self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
@@ -178,8 +181,13 @@ class MeshView:
 
     @property
     def encoders(self) -> Sequence[coordinator_pb2.EngineEntry]:
-        """Return the encoders of the last complete view that take files."""
-        return [entry for entry in self._view.encoders if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING]
+        """Return the encoders of the last complete view that take files, and have the checkpoint of an engine."""
+        return [
+            entry
+            for entry in self._view.encoders
+            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
+            and entry.identity.engine_id not in self._misfits
+        ]
 
     def follow_capacity(self, fingerprint: types_pb2.Fingerprint, on_capacity: Callable[[Capacity], None]) -> None:
         """Call ``on_capacity`` now and with each snapshot. Without a serving engine, or without a coordinator, it gets
@@ -187,6 +195,7 @@ class MeshView:
         self._on_capacity = on_capacity
         self._fingerprint = fingerprint
         self._update_limits()
+        self._update_misfits()
         self._update_capacity()
 
     def check_source(self, kv: output_processor_pb2.KVHandover) -> None:
@@ -263,7 +272,7 @@ class MeshView:
         states = [entry.report.state for entry in self._view.encoders]
         num_draining, now = states.count(coordinator_pb2.ENGINE_STATE_DRAINING), self._loop.time()
         num_lost = sum(now - lost_at < LOST_SECONDS for lost_at in list(self._lost_encoders.values()))
-        return states.count(coordinator_pb2.ENGINE_STATE_SERVING), len(states) - num_draining + num_lost
+        return len(self.encoders), len(states) - num_draining + num_lost
 
     def lost_engines(self) -> dict[str, float]:
         """Return the engines that left without draining within the last ``LOST_SECONDS`` and have not returned, each
@@ -308,6 +317,7 @@ class MeshView:
                 self._update_engines(view)
                 self._encoders = view.encoders
                 self._lost_encoders = _note_lost(self._lost_encoders, before, view.encoders)
+                self._update_misfits()
         self._update_capacity()
         taken, self._taken = self._taken, asyncio.Event()
         taken.set()
@@ -321,6 +331,22 @@ class MeshView:
         self._serving = None
         self._update_limits()
         self._lost = _note_lost(self._lost, before, self._engines)
+
+    def _update_misfits(self) -> None:
+        """Set encoders aside that have another checkpoint than the engines: of their rows, answers would be wrong."""
+        entries, desired = self._view.encoders, self._view.desired
+        if not (entries or self._misfits) or self._fingerprint is None:
+            return
+        engines = [each.identity.fingerprint for each in self.serving(self._fingerprint)]
+        # Weights that were loaded into engines after their start are those of no encoder.
+        if desired.weights_version or any(each.weights_path for each in desired.engines):
+            engines = []
+        found = {each.identity.engine_id: misfit_of(each.identity.fingerprint, engines) for each in entries}
+        before, self._misfits = self._misfits, {name: reason for name, reason in found.items() if reason}
+        for name in before.keys() - self._misfits:
+            self._fall_backs.end(OTHER_WEIGHTS, name)
+        for name, reason in self._misfits.items():
+            self._fall_backs.begin(OTHER_WEIGHTS, reason, name)
 
     def _update_capacity(self) -> None:
         if self._fingerprint is None:

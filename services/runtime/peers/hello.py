@@ -100,6 +100,12 @@ def fingerprint_difference(
     return None
 
 
+def misfit_of(encoder: types_pb2.Fingerprint, engines: Iterable[types_pb2.Fingerprint]) -> str:
+    """Return in what an encoder differs from each of the engines that serve; empty: it may have the weights of one."""
+    differences = [fingerprint_difference(engine, encoder, ("weights",)) for engine in engines]
+    return "" if None in differences else next(filter(None, differences), "")
+
+
 def is_foreign(numerics: str) -> bool:
     """Return whether an engine with these numerics computes by a server of others: it draws other random numbers, and
     does less than an engine of ours."""

@@ -4,19 +4,21 @@ import asyncio
 from typing import Any
 
 from tests.loop_clock import pass_time
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.gateway.generation.admission import WaitEstimator
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS, MeshView
 from tokenloom.services.gateway.serving.mesh_gauges import MeshGauges
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_SERVING,
+    DesiredState,
     EngineEntry,
     EngineIdentity,
     EngineLoads,
     EngineReport,
     Snapshot,
 )
-from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+from tokenloom.v1.types_pb2 import ENGINE_ROLE_ENCODE, Fingerprint, ModelLimits
 
 FINGERPRINT = Fingerprint(model="m", tokenizer=b"t")
 NO_CHANNELS: Any = None
@@ -100,3 +102,48 @@ async def test_what_servers_of_others_lack_limits_no_mesh_that_has_or_had_engine
         assert mesh.limits is not None
         seen.append((mesh.limits.max_model_len, mesh.limits.hidden_size, mesh.limits.priorities))
     assert seen == [(32, 0, False), (32, 8, True), (32, 8, True)]
+
+
+def encoder(name: str, weights: bytes) -> EngineEntry:
+    identity = EngineIdentity(engine_id=name, fingerprint=Fingerprint(model="m", weights=weights))
+    return EngineEntry(identity=identity, report=EngineReport(role=ENGINE_ROLE_ENCODE, state=ENGINE_STATE_SERVING))
+
+
+def with_encoders(*encoders: EngineEntry, engine: bytes, desired: DesiredState | None = None) -> Snapshot:
+    shown = entry(1, 0)
+    shown.identity.fingerprint.weights = engine
+    return Snapshot(
+        coordinator_epoch=1, revision=1, complete=True, engines=[shown], encoders=encoders, desired=desired,
+        new_encoders=True,
+    )  # fmt: skip
+
+
+def names(mesh: MeshView) -> list[str]:
+    return [each.identity.engine_id for each in mesh.encoders]
+
+
+async def test_an_encoder_of_another_checkpoint_gets_no_files() -> None:
+    """Its rows would make answers that are wrong, and nothing would say so."""
+    fall_backs = FallBacks()
+    mesh = MeshView("", NO_CHANNELS, fall_backs)
+    both = encoder("right", b"one"), encoder("wrong", b"two")
+    taken(mesh, with_encoders(*both, engine=b"one"))
+    assert names(mesh) == ["right", "wrong"], "it is not known yet what is served"
+    mesh.follow_capacity(FINGERPRINT, lambda capacity: None)
+    assert (names(mesh), mesh.count_encoders()) == (["right"], (1, 2))
+    assert [(each.kind, each.subject) for each in fall_backs.active] == [("other_weights", "wrong")]
+    taken(mesh, with_encoders(*both, engine=b"two"))
+    assert names(mesh) == ["wrong"], "all engines were replaced"
+    assert [each.subject for each in fall_backs.active] == ["right"]
+    taken(mesh, with_encoders(encoder("wrong", b"two"), engine=b"two"))
+    assert (names(mesh), fall_backs.active) == (["wrong"], [])
+
+
+async def test_encoders_of_unknown_or_replaced_weights_are_used() -> None:
+    mesh = MeshView("", NO_CHANNELS)
+    mesh.follow_capacity(FINGERPRINT, lambda capacity: None)
+    taken(mesh, with_encoders(encoder("a", b""), encoder("b", b"two"), engine=b""))
+    assert names(mesh) == ["a", "b"]
+    reloaded = DesiredState(revision=1, weights_path="/new", weights_version=1)
+    taken(mesh, with_encoders(encoder("b", b"two"), engine=b"one", desired=reloaded))
+    assert names(mesh) == ["b"], "no file has the weights that engines got after their start"

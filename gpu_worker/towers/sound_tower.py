@@ -11,7 +11,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from ..models.transformers.loading import quietly
 from .processor import Pixels
-from .tower import Rows, chosen_device, drop_decoder, finite
+from .tower import Rows, chosen_device, drop_decoder, finite, round_layers
 
 
 class _Family(Protocol):
@@ -49,9 +49,11 @@ class SoundTower:
         device: Where it is computed.
     """
 
-    def __init__(self, path: Path, dtype: str = "auto", device: str = "cpu", threads: int = 0) -> None:
+    def __init__(
+        self, path: Path, dtype: str = "auto", device: str = "cpu", threads: int = 0, quantization: str = ""
+    ) -> None:
         """Load the tower of a checkpoint directory; arguments and errors as those of :class:`.Tower`."""
-        device = chosen_device(device, threads)
+        device = chosen_device(device, threads, quantization)
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         if config.model_type not in _FAMILIES:
             raise ValueError(f"{path} has no tower of sounds that is computed")
@@ -77,6 +79,7 @@ class SoundTower:
         self._body = body.to(device).eval()
         self.device = device
         self._dtype = next(self._body.parameters()).dtype
+        round_layers(self._body, self._dtype, quantization)
 
     @property
     def is_bfloat16(self) -> bool:

@@ -26,6 +26,14 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], "Numbers of the tower; auto: those of the checkpoint."
     ] = "auto"
+    tower_quantization: Annotated[
+        Literal["int8-dynamic", "int4"] | None,
+        "How the linear layers of the tower are rounded on a CPU, as --quantization of engines does; all encoders of a "
+        "model need the same.",
+    ] = None
+    tower_graphs: Annotated[
+        bool, "On a GPU, compute images of a size that has come before from a captured graph; up to 16 sizes."
+    ] = False
     image_workers: Annotated[
         _Workers, "Processes that decode images and prepare their pixels, or prepare pieces of sounds."
     ] = 2
@@ -38,7 +46,7 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
     tower_timeout: Annotated[_Seconds, "Seconds that the tower may take for one image or piece."] = 300.0
     tower_batch: Annotated[
         Annotated[int, Meta(ge=0, le=64)],
-        "Pieces of sounds that the tower computes at once; 0: 8 on a GPU, one on a CPU.",
+        "Pieces of sounds, or images of one size, that the tower computes at once; 0: one, of sounds on a GPU 8.",
     ] = 0
     max_image_bytes: Annotated[_Bytes, "Largest file of an image, in bytes."] = 20 << 20
     max_image_pixels: Annotated[Annotated[int, Meta(ge=1)], "Pixels of the largest image that is decoded."] = 64 << 20

@@ -171,7 +171,7 @@ class RowMaker:
         self._preparer = preparer
         self._hears = hears
         # A batch gathers while another one is computed; the slots of calls that were cancelled meanwhile are taken too.
-        batch = (settings.tower_batch or GPU_BATCH) if hears else 1
+        batch = settings.tower_batch or (GPU_BATCH if hears else 1)
         self.num_places = settings.image_workers + batch
         self._slots = PixelSlots(self.num_places + batch)
         self._rows = new_memory()
@@ -304,6 +304,8 @@ class RowMaker:
             self._rows,
             self._hears,
             settings.tower_batch,
+            settings.tower_quantization or "",
+            settings.tower_graphs,
         )
         packed, passed = msgspec.msgpack.encode(setup), (*self._slots.descriptors, self._rows)
         return await start_helper(f"{__package__}.tower_worker", packed, self._take_tower, TOWER_START_SECONDS, passed)

@@ -33,7 +33,12 @@ class TowerSetup(msgspec.Struct, frozen=True):
     hears: bool = False
     """Whether it is a tower of sounds."""
     batch: int = 0
-    """Pieces of sound that are computed at once; 0: as many as pay off on the device."""
+    """Pieces of sound, or images of one size, that are computed at once; 0: one image, and as many pieces as pay off on
+    the device."""
+    quantization: str = ""
+    """How the linear layers are rounded; empty: they are not."""
+    has_graphs: bool = False
+    """Whether images of sizes that came before are computed from graphs of a GPU."""
 
 
 class TowerReady(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,14 +103,16 @@ def _load(setup: TowerSetup) -> Any:
     # Here: with torch, which the service has not.
     from tokenloom.gpu_worker.towers import sound_tower, tower
 
-    load = sound_tower.SoundTower if setup.hears else tower.Tower
-    return load(Path(setup.path), setup.dtype, setup.device, setup.threads)
+    common = (Path(setup.path), setup.dtype, setup.device, setup.threads, setup.quantization)
+    if not setup.hears:
+        return tower.Tower(*common, has_graphs=setup.has_graphs)
+    if setup.has_graphs:
+        raise ValueError("towers of sounds have no graphs; leave tower_graphs out")
+    return sound_tower.SoundTower(*common)
 
 
 def _most(tower: Any, setup: TowerSetup) -> int:
-    if not setup.hears:
-        return 1
-    return setup.batch or (GPU_BATCH if tower.device.startswith("cuda") else 1)
+    return setup.batch or (GPU_BATCH if setup.hears and tower.device.startswith("cuda") else 1)
 
 
 def _write(

@@ -57,6 +57,17 @@ def test_rows_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     assert not [name for name, _ in tower._body.named_parameters() if name.startswith(("decoder", "language_model"))]
 
 
+@pytest.mark.parametrize("kind", sorted(WRITERS))
+@pytest.mark.parametrize(("quantization", "likeness"), [("int8-dynamic", 0.999), ("int4", 0.93)])
+def test_rounded_towers_compute_nearly_the_rows(kind: str, quantization: str, likeness: float, tmp_path: Path) -> None:
+    path = write_whole_sound(kind, tmp_path)
+    features = SoundProcessor(path).features(sound(2.0))
+    rows, rounded = SoundTower(path).rows(features), SoundTower(path, quantization=quantization).rows(features)
+    assert not np.array_equal(rows, rounded)
+    lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(rounded, axis=1)
+    assert np.median((rows * rounded).sum(1) / lengths) > likeness
+
+
 def test_a_checkpoint_without_a_tower_of_sounds_is_refused(tmp_path: Path) -> None:
     path = write_whole_sound("qwen2_audio", tmp_path)
     config = (path / "config.json").read_text()

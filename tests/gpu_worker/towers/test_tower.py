@@ -14,9 +14,10 @@ from PIL import Image
 
 from tests.checkpoints.vision_prompts import VisionModel, picture
 from tests.checkpoints.whole_vision import FAMILIES, write_whole_vision
+from tests.gpu_worker.cuda.op_capture import OpCapture
 from tokenloom.gpu_worker.towers.image_file import BadImage
 from tokenloom.gpu_worker.towers.processor import Processor
-from tokenloom.gpu_worker.towers.tower import Tower
+from tokenloom.gpu_worker.towers.tower import Tower, TowerGraphs, round_layers
 
 
 def png(image: Image.Image) -> bytes:
@@ -38,6 +39,81 @@ def test_rows_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
         assert np.array_equal(rows, expected)
     first, other = (tower.rows(processor.pixels(png(picture(200, 120, seed)))) for seed in (0, 1))
     assert np.abs(first - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_images_of_one_size_are_computed_together(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_whole_vision(kind, tmp_path)
+    processor, tower = Processor(path), Tower(path)
+    # Of the last one some families make as many pixels as of the others, and fewer rows.
+    shown = [picture(200, 120), picture(90, 210, 2), picture(200, 120, 3), picture(200, 120, 4), picture(190, 120, 5)]
+    pixels = [processor.pixels(png(image)) for image in shown]
+    alone = [tower.rows(each) for each in pixels]
+    calls, compute = [], tower._body.get_image_features
+    monkeypatch.setattr(tower._body, "get_image_features", lambda **given: calls.append(given) or compute(**given))
+    rows = tower.rows_of(pixels)
+    assert (len(calls) == len(shown)) == (kind in ("pixtral", "mistral3"))
+    for one, other in zip(rows, alone, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert np.abs(rows[0] - rows[2]).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "internvl", "idefics3", "qwen3_vl", "gemma4_e2b"])
+def test_graphs_compute_what_comes_again(kind: str, tmp_path: Path) -> None:
+    path = write_whole_vision(kind, tmp_path)
+    processor, tower = Processor(path), Tower(path)
+    shown = [processor.pixels(png(picture(200, 120, seed))) for seed in range(4)]
+    other = processor.pixels(png(picture(90, 210)))
+    expected = [tower.rows(each) for each in (*shown, other)]
+    tower._graphs = graphs = TowerGraphs(OpCapture())
+    for each, rows in zip((*shown, other), expected, strict=True):
+        np.testing.assert_allclose(tower.rows(each), rows, rtol=1e-4, atol=1e-5)
+    # The first one of a size is computed without; all sizes are one for models that scale images to one.
+    assert graphs.num_replays == (4 if kind in ("llava", "gemma3") else 3)
+    assert np.abs(expected[0] - expected[1]).max() > 1e-3
+
+
+def test_a_size_that_cannot_be_captured_is_computed_without_a_graph(tmp_path: Path) -> None:
+    class Refusing:
+        num_calls = 0
+
+        def __call__(self, compute: Any) -> Any:
+            self.num_calls += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def forget(self) -> None:
+            """Do nothing."""
+
+    path, capture = write_whole_vision("llava", tmp_path), Refusing()
+    pixels, tower = Processor(path).pixels(png(picture(200, 120))), Tower(path)
+    expected = tower.rows(pixels)
+    tower._graphs = TowerGraphs(capture)
+    for _ in range(4):
+        assert np.array_equal(tower.rows(pixels), expected)
+    assert capture.num_calls == 1
+
+
+def test_graphs_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave tower_graphs out on cpu"):
+        Tower(tmp_path, has_graphs=True)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("quantization", "likeness"), [("int8-dynamic", 0.999), ("int4", 0.93)])
+def test_rounded_towers_compute_nearly_the_rows(kind: str, quantization: str, likeness: float, tmp_path: Path) -> None:
+    path = write_whole_vision(kind, tmp_path)
+    pixels = Processor(path).pixels(png(picture(200, 120)))
+    rows, rounded = Tower(path).rows(pixels), Tower(path, quantization=quantization).rows(pixels)
+    assert not np.array_equal(rows, rounded)
+    lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(rounded, axis=1)
+    assert np.median((rows * rounded).sum(1) / lengths) > likeness
+
+
+def test_what_does_not_compute_rounded_layers_is_named() -> None:
+    with pytest.raises(ValueError, match="leave tower_quantization out on cuda:1"):
+        Tower(Path("not looked at"), device="cuda:1", quantization="int4")
+    with pytest.raises(ValueError, match="int4 of a tower needs bfloat16 or float32"):
+        round_layers(None, torch.float16, "int4")
 
 
 def test_the_decoder_is_not_kept(tmp_path: Path) -> None:

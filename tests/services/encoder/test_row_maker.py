@@ -24,7 +24,7 @@ from tokenloom.services.encoder.row_maker import KILLER_SECONDS, ImageDecoders, 
 from tokenloom.services.encoder.sound_decoders import SoundDecoders
 from tokenloom.services.encoder.sound_files import SoundFile
 from tokenloom.services.encoder.sound_worker import SoundReply
-from tokenloom.services.encoder.tower_worker import TowerJob, TowerReady, TowerReply
+from tokenloom.services.encoder.tower_worker import TowerJob, TowerReady, TowerReply, TowerSetup, _most
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.v1.types_pb2 import MediaItem
 
@@ -68,11 +68,13 @@ class Prepared:
         return []
 
 
-def maker_with(tower: Pool, clock: Callable[[], float] = time.monotonic, *, most: int = 1) -> RowMaker:
+def maker_with(
+    tower: Pool, clock: Callable[[], float] = time.monotonic, *, most: int = 1, hears: bool = False
+) -> RowMaker:
     registry = CollectorRegistry()
     metrics = MakerMetrics(*(Histogram(registry, name, "Any.", {}, (1.0,)) for name in ("decode", "tower")))
     settings = EncoderSettings.of(model="any", tower_batch=most)
-    maker = RowMaker(str(Path("/model")), settings, metrics, Prepared(), hears=most > 1, clock=clock)
+    maker = RowMaker(str(Path("/model")), settings, metrics, Prepared(), hears=hears, clock=clock)
     maker._towers = cast(Any, tower)
     maker._take_tower(msgspec.msgpack.encode(TowerReady(width=1, most=most)))
     return maker
@@ -137,9 +139,10 @@ async def test_a_file_that_ended_the_tower_is_not_tried_again_at_once() -> None:
     await maker.close()
 
 
-async def test_pieces_that_wait_are_computed_together() -> None:
+@pytest.mark.parametrize("hears", [False, True])
+async def test_what_waits_is_computed_together(*, hears: bool) -> None:
     tower = Pool(TowerReply([1, 1, 1]), TowerReply([1]))
-    maker = maker_with(tower, most=3)
+    maker = maker_with(tower, most=3, hears=hears)
     tower.opened.clear()
     write_rows(maker, 1.0, 2.0, 3.0)
     calls = [asyncio.create_task(maker.make(b"file", item(b"%d" % number))) for number in range(4)]
@@ -151,10 +154,18 @@ async def test_pieces_that_wait_are_computed_together() -> None:
     await maker.close()
 
 
+@pytest.mark.parametrize(("setup", "most"), [({}, 1), ({"batch": 4}, 4), ({"hears": True}, 8)])
+def test_how_many_a_gpu_computes_at_once(setup: dict[str, Any], most: int) -> None:
+    class OnGpu:
+        device = "cuda:0"
+
+    assert _most(OnGpu(), TowerSetup("", "auto", "auto", 0, 0, **setup)) == most
+
+
 async def test_a_piece_that_fails_does_not_fail_the_others() -> None:
     bad = TowerReply(refused="not finite")
     tower = Pool(bad, bad, TowerReply([1]))
-    maker = maker_with(tower, most=2)
+    maker = maker_with(tower, most=2, hears=True)
     tower.opened.clear()
     write_rows(maker, 1.0)
     calls = [asyncio.create_task(maker.make(b"file", item(b"%d" % number))) for number in range(3)]

@@ -16,14 +16,14 @@ from PIL import Image
 from tests.checkpoints.whole_vision import FAMILIES, token_id
 from tests.parity.identical import Case
 
-_KINDS_OF_TOKENS = {
+KINDS_OF_TOKENS = {
     "gemma3": "token_type_ids",
     **dict.fromkeys(
         ("gemma4_e2b", "gemma4_26b_a4b", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "mm_token_type_ids"
     ),
 }
 """What a processor calls the marks of tokens that are of an image, where ``generate`` asks for them."""
-_OF_PROCESSORS = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")
+OF_PROCESSORS = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")
 """What image processors return for the text alone."""
 UNWRITTEN = [token_id(name) for name in ("<|image|>", "<|audio|>", "<|video|>")]
 """Gemma 4's whole class takes these for parts of the prompt, also where it has drawn them itself. No model that is
@@ -97,9 +97,9 @@ class VisionModel:
             pictures.append(Picture(each, places[taken : taken + len(each)], self._grid(pixels, index)))
             taken += len(each)
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
-        if images and (name := _KINDS_OF_TOKENS.get(self.kind)) is not None:
+        if images and (name := KINDS_OF_TOKENS.get(self.kind)) is not None:
             inputs[name] = (inputs["input_ids"] == image_id).long()
-        return VisionPrompt(ids, pictures, inputs | {key: pixels[key] for key in pixels if key not in _OF_PROCESSORS})
+        return VisionPrompt(ids, pictures, inputs | {key: pixels[key] for key in pixels if key not in OF_PROCESSORS})
 
     @torch.inference_mode()
     def generate(self, prompt: VisionPrompt, num_tokens: int) -> Case:

@@ -1,5 +1,5 @@
 """A mesh answers chats with images as transformers' whole model does: from the encoder's rows, again over the prefix
-cache without any, and when the encoder is killed while its rows are wanted."""
+cache without any, with prefill and decode apart, and when the encoder is killed while its rows are wanted."""
 
 import base64
 import io
@@ -12,12 +12,13 @@ from typing import Any
 import grpc
 import httpx
 import psutil
+import pytest
 import torch
 import transformers
 from PIL import Image, ImageDraw
 
-from tests.checkpoints.vision_prompts import picture
-from tests.checkpoints.whole_vision import token_id, write_whole_vision
+from tests.checkpoints.vision_prompts import KINDS_OF_TOKENS, OF_PROCESSORS, picture
+from tests.checkpoints.whole_vision import FAMILIES, token_id, write_whole_vision
 from tests.parity.vision_checkpoints import load_vision
 from tokenloom.v1.encoder_pb2 import GetEncoderInfoRequest
 from tokenloom.v1.encoder_pb2_grpc import EncoderStub
@@ -28,8 +29,8 @@ NUM_TOKENS = 24
 class Served:
     """A mesh of one model that reads images, and transformers' model of the same checkpoint."""
 
-    def __init__(self, mesh: Any, path: Path) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Any, path: Path, kind: str = "llava") -> None:
+        self.mesh, self._kind = mesh, kind
         self._model = load_vision(path)
         self._model.generation_config.eos_token_id = None
         self._images: Any = transformers.AutoImageProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
@@ -53,14 +54,17 @@ class Served:
     @torch.inference_mode()
     def expected(self, images: Sequence[Image.Image], text: str) -> list[int]:
         ids = torch.tensor([self.ids(images, text)])
-        pixels = dict(self._images(list(images), return_tensors="pt"))
+        made = self._images(list(images), return_tensors="pt")
+        inputs = {name: value for name, value in made.items() if name not in OF_PROCESSORS}
+        if (name := KINDS_OF_TOKENS.get(self._kind)) is not None:
+            inputs[name] = (ids == token_id(FAMILIES[self._kind].image_token)).long()
         output = self._model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
             pad_token_id=0,
-            **pixels,
+            **inputs,
         )
         tokens: list[int] = output[0, ids.shape[1] :].tolist()
         return tokens
@@ -112,6 +116,22 @@ def test_answers_are_those_of_the_whole_model(serve: Any, tmp_path: Path) -> Non
     psutil.Process(served.encoder()["pid"]).kill()
     late = [picture(33, 44, 5)]
     assert served.answer(late, asked)[0] == served.expected(late, asked)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_prefill_and_decode_apart(serve: Any, kind: str, tmp_path: Path) -> None:
+    path = write_whole_vision(kind, tmp_path)
+    apart = ("--prefill", "1", "--decode", "1", "--pd-threshold", "16")
+    served = Served(serve(str(path), "--max-model-len", "1024", "--dtype", "float32", *apart), path, kind)
+    one, two = [picture(200, 120, 1)], [picture(60, 300, 2), picture(90, 90, 3)]
+    asked = "What is this? " * 4
+    for images in (one, two):
+        assert served.answer(images, asked)[0] == served.expected(images, asked)
+    assert served.answer(one, asked)[0] != served.answer([picture(200, 120, 9)], asked)[0], "it sees the image"
+    before = served.num_encoded()
+    tokens, cached = served.answer(one, asked)
+    assert (tokens, cached > 0) == (served.expected(one, asked), True)
+    assert served.num_encoded() == before, "neither engine asked for rows"
 
 
 def test_the_command_line_asks_the_packaged_model_about_a_drawing(serve: Any, tmp_path: Path) -> None:

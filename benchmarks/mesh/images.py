@@ -1,24 +1,27 @@
-"""``python -m tokenloom.bench.mesh.images PART MODEL``: what images cost a mesh whose model reads them.
+"""``python -m tokenloom.bench.mesh.images PART MODEL``: what images cost a mesh whose model reads them, and long sounds
+one that transcribes.
 
 - ``first-token``: a new image of 1024 x 1024 pixels against its parts (decoding with the processor, the tower, and the
   prefill of as many tokens of text), and a second turn over it, with the rows that encoders computed, the bytes of
   rows that came to the engine and the bytes of files that came to encoders meanwhile.
 - ``texts``: tokens a second of streams of text, alone and beside new images in turns; the worker waits in place
   of a model (``--worker timed``), so that images and texts share only the mesh, and the encoder has a core of its own.
-- ``memory``: how much the gateway grows with 32 images of 4 MB at once.
+- ``memory``: how much the gateway and the tokenizer grow with 32 images of 4 MB at once, and whether they load torch.
+- ``sound``: how much each part grows, and how large the gateway's files become, while an hour of sound is transcribed.
 """
 
 import argparse
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -27,11 +30,13 @@ from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 
 from ..chaos.clients.http_request import send
-from ..chaos.clients.images import png
+from ..chaos.clients.media import RATE, png, wav
+from ..chaos.clients.upload_clients import FORM, form_of
 from ..report import machine
 from .local_mesh import MeshBroke, pids_by_service, with_mesh
 from .observer import metrics_page
 
+T = TypeVar("T")
 SIDE = 1024
 """Pixels of the images whose first token is measured."""
 LARGE_SIDE = 1180
@@ -75,6 +80,17 @@ class ImageLoad:
         if response.status != 200:
             raise MeshBroke(f"{response.status}: {answer[:300].decode(errors='replace')}")
         return time.perf_counter() - began, json.loads(answer)["usage"]["prompt_tokens"]
+
+    async def transcript_of(self, file: bytes) -> tuple[float, int]:
+        """Return the seconds of a sound that were heard, and the bytes of its text."""
+        fields = {"model": self._model, "response_format": "verbose_json"}
+        body = form_of(fields, "sound.wav", file)
+        async with send("POST", self._address, "/v1/audio/transcriptions", body, FORM) as response:
+            answer = await response.body()
+        if response.status != 200:
+            raise MeshBroke(f"{response.status}: {answer[:300].decode(errors='replace')}")
+        heard = json.loads(answer)
+        return heard["duration"], len(heard["text"].encode())
 
     async def counted(self) -> dict[str, float]:
         """Return the sum of each metric over the parts."""
@@ -124,23 +140,95 @@ async def measure_first_tokens(load: ImageLoad) -> dict[str, float]:
     }
 
 
-async def measure_memory(load: ImageLoad, pid: int) -> dict[str, float]:
-    """Return what the gateway holds in MiB before, at the most while the large images are on their way, and after."""
+async def measure_memory(load: ImageLoad, mesh: Mesh) -> dict[str, Any]:
+    """Return what gateway and tokenizer grow by, at the most while the large images are on their way, in MiB."""
     images = [drawn(LARGE_SIDE, seed) for seed in range(NUM_LARGE)]
-    gateway = psutil.Process(pid)
-    before = peak = gateway.memory_info().rss
-    calls = [asyncio.create_task(load.answer_of([turn([image], "What?")])) for image in images]
-    while not all(call.done() for call in calls):
-        peak = max(peak, gateway.memory_info().rss)
-        await asyncio.sleep(_SAMPLE_SECONDS)
-    await asyncio.gather(*calls)
+    growth = MemoryGrowth(mesh, ("gateway", "tokenizer"))
+    await growth.during(asyncio.gather(*(load.answer_of([turn([image], "What?")]) for image in images)))
+    return {"files_mib": sum(len(image) for image in images) * 3 / 4 / 2**20, **growth.report()}
+
+
+async def measure_sound(load: ImageLoad, mesh: Mesh, minutes: float) -> dict[str, Any]:
+    """Return what each part grows by while so many minutes of sound are transcribed, in MiB."""
+    numbers = np.random.default_rng(1)
+    file = wav((3000 * numbers.standard_normal(round(60 * minutes * RATE))).astype("<i2"))
+    growth = MemoryGrowth(mesh, ("gateway", "tokenizer", "output_processor", "encoder", "engine"), every=0.2)
+    began = time.perf_counter()
+    seconds, size = await growth.during(load.transcript_of(file))
     return {
-        "files_mib": sum(len(image) for image in images) * 3 / 4 / 2**20,
-        "before_mib": before / 2**20,
-        "peak_mib": peak / 2**20,
-        "growth_mib": (peak - before) / 2**20,
-        "after_mib": gateway.memory_info().rss / 2**20,
+        "files_mib": len(file) / 2**20,
+        "sound_seconds": seconds,
+        "text_bytes": size,
+        "seconds": time.perf_counter() - began,
+        **growth.report(),
     }
+
+
+class MemoryGrowth:
+    """Watches the memory of some parts with all their processes, and the files without names that they have open."""
+
+    def __init__(self, mesh: Mesh, services: Sequence[str], every: float = _SAMPLE_SECONDS) -> None:
+        """``every``: seconds between two looks."""
+        self._every = every
+        found = pids_by_service(mesh)
+        self._parts = {name: [each for pid in found[name] for each in _with_children(pid)] for name in services}
+        self._before = {name: _resident(parts) for name, parts in self._parts.items()}
+        self._peak, self._files = dict(self._before), dict.fromkeys(services, 0)
+
+    async def during(self, work: Awaitable[T]) -> T:
+        """Watch until ``work`` ends, and return its result."""
+        running = asyncio.ensure_future(work)
+        while not running.done():
+            self.look()
+            await asyncio.wait([running], timeout=self._every)
+        return running.result()
+
+    def look(self) -> None:
+        """Take what is held now into account."""
+        for name, parts in self._parts.items():
+            self._peak[name] = max(self._peak[name], _resident(parts))
+            self._files[name] = max(self._files[name], _unnamed_bytes(parts))
+
+    def report(self) -> dict[str, Any]:
+        """Return MiB by service, and the services that have loaded torch."""
+        return {
+            "before_mib": {name: value / 2**20 for name, value in self._before.items()},
+            "growth_mib": {name: (self._peak[name] - value) / 2**20 for name, value in self._before.items()},
+            "unnamed_files_mib": {name: value / 2**20 for name, value in self._files.items() if value},
+            "with_torch": [name for name, parts in self._parts.items() if any(map(_has_torch, parts))],
+        }
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    part = psutil.Process(pid)
+    return [part, *part.children(recursive=True)]
+
+
+def _resident(parts: Sequence[psutil.Process]) -> int:
+    size = 0
+    for part in parts:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has been replaced
+            size += part.memory_info().rss
+    return size
+
+
+def _unnamed_bytes(parts: Sequence[psutil.Process]) -> int:
+    """Return the bytes of the files on disks that were removed while they are open."""
+    sizes = {}
+    for part in parts:
+        for link in Path(f"/proc/{part.pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                name = os.readlink(link)
+                if name.endswith("(deleted)") and not name.startswith(("/memfd:", "/dev/shm/")):
+                    found = link.stat()
+                    sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
+def _has_torch(part: psutil.Process) -> bool:
+    with contextlib.suppress(OSError):
+        return "libtorch" in Path(f"/proc/{part.pid}/maps").read_text()
+    return False
 
 
 async def measure_texts(load: ImageLoad, seconds: float, rate: float, turns: int) -> dict[str, Any]:
@@ -222,7 +310,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             case "first-token":
                 report["first_token"] = await measure_first_tokens(load)
             case "memory":
-                report["memory"] = await measure_memory(load, pids_by_service(mesh)["gateway"][0])
+                report["memory"] = await measure_memory(load, mesh)
+            case "sound":
+                report["sound"] = await measure_sound(load, mesh, arguments.minutes)
             case _:
                 report["cores"] = separate(mesh)
                 report["texts"] = await measure_texts(load, arguments.seconds, arguments.rate, arguments.turns)
@@ -236,11 +326,12 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Print the report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("first-token", "texts", "memory"))
+    parser.add_argument("part", choices=("first-token", "texts", "memory", "sound"))
     parser.add_argument("model", type=Path, help="A model's folder.")
     parser.add_argument("--seconds", type=float, default=5.0, help="Length of a turn with texts.")
     parser.add_argument("--turns", type=int, default=4, help="Turns alone, and as many beside images.")
     parser.add_argument("--rate", type=float, default=2.0, help="New images a second beside texts.")
+    parser.add_argument("--minutes", type=float, default=62.0, help="Length of the sound.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="Length of a step of the worker that waits.")
     print(json.dumps(asyncio.run(run(parser.parse_args())), indent=1))
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from benchmarks.chaos.campaign.options import CAMPAIGNS
 from benchmarks.chaos.campaign.run import run_campaign
 from benchmarks.chaos.clients import gateway_probe
+from tests.checkpoints.whole_sound import write_whole_sound
 from tests.checkpoints.whole_vision import write_whole_vision
 
 SHORT: dict[str, Any] = {
@@ -50,3 +51,15 @@ async def test_kills_of_a_mesh_that_reads_images(monkeypatch: pytest.MonkeyPatch
     (layout,) = report["layouts"]
     assert report["violations"] == [], "\n".join([*layout["examples"], *report["log"][-60:]])
     assert {"kill image encoder", "kill image tower", "kill engine"} <= {row["kind"] for row in layout["rows"]}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_audio", "whisper"])
+async def test_kills_of_a_mesh_that_hears(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 30.0)
+    model = str(write_whole_sound(kind, tmp_path))
+    kinds = ("sound encoder", "sound tower", "engine")
+    worker = "model" if kind == "whisper" else "hash"  # the latter reads no rows beside prompts
+    report = await campaign("kill", layout="whole", model=model, worker=worker, requests=40, cases=14, kinds=kinds)
+    (layout,) = report["layouts"]
+    assert report["violations"] == [], "\n".join([*layout["examples"], *report["log"][-60:]])
+    assert {"kill sound encoder", "kill sound tower", "kill engine"} <= {row["kind"] for row in layout["rows"]}

@@ -4,30 +4,30 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from msgspec.structs import replace
 
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
-from tokenloom.model_files.checkpoint import load_tokenizer, reads_images
+from tokenloom.model_files.checkpoint import load_tokenizer
 
-from ..clients.batch_client import BatchClient
 from ..clients.exchange import ChaosClient
-from ..clients.grpc_client import GrpcClient, SessionClient
-from ..clients.images import IMAGE_FEATURES, image_calls
+from ..clients.grpc_client import GrpcClient, GrpcTranscriptClient, SessionClient
 from ..clients.load import Load, LoadOptions
-from ..clients.mix import Case, make_cases
+from ..clients.media import IMAGE, SOUND, image_calls, sound_calls, transcript_cases
+from ..clients.mix import Case, MakeCase, make_cases
 from ..clients.openai_clients import PlainClient, ResumingClient
 from ..clients.other_calls import OF_DEMO_MODEL, other_cases
 from ..clients.record import Record
+from ..clients.upload_clients import BatchClient, TranscriptClient
 from ..faults.fault import SHARED, Fault, Injection, Kind
 from ..faults.injector import Injector
 from ..faults.outage import engines_lost
 from ..faults.plan import in_order, make_plan, take_possible
 from .attribution import is_failed
-from .layouts import Layout, Target
+from .layouts import Layout, Media, Target, media_of
 from .options import Campaign, ChaosOptions
 from .summary import added_ttft, fault_name, rows_of, violations
 
@@ -43,6 +43,13 @@ _LEAST_REFERENCE_RATE = 4.0
 """Requests a second while the references are recorded, if the faults leave time for fewer."""
 _SHORT_SECONDS = 4.0
 """Time limit of some requests during an outage, which lasts longer."""
+
+_OF_MEDIA: Mapping[Media, tuple[Sequence[tuple[str, MakeCase]], Callable[[random.Random, int], list[Case]]]] = {
+    Media.NONE: ((), lambda rng, length: []),
+    Media.IMAGES: (IMAGE.features, image_calls),
+    Media.SOUNDS: (SOUND.features, sound_calls),
+}
+"""What chats do with the files of requests, and the calls of other dialects that take them."""
 
 Note = Callable[[str], None]
 """Shows a line about the progress."""
@@ -123,22 +130,24 @@ class LayoutRun:
         return make_plan(rng, shares, campaign.actions, options.duration)
 
     def _cases(self) -> list[Case]:
-        options = self._options
-        has_images = reads_images(options.checkpoint)
-        # Tokens that stand for images are added ones, and a prompt of ids has no images.
-        vocab_size = load_tokenizer(options.checkpoint).get_vocab_size(with_added_tokens=not has_images)
+        options, media = self._options, media_of(self._options.checkpoint)
         rng = random.Random(f"{options.seed}/cases")
+        if media is Media.TRANSCRIPTS:
+            return transcript_cases(rng, options.cases)
+        # Tokens that stand for images are added ones, and a prompt of ids has no images.
+        vocab_size = load_tokenizer(options.checkpoint).get_vocab_size(with_added_tokens=media is Media.NONE)
         tokens = (options.min_tokens, options.max_tokens)
-        cases = make_cases(rng, vocab_size, tokens, options.cases, 2 * IMAGE_FEATURES if has_images else ())
+        features, calls = _OF_MEDIA[media]
+        cases = make_cases(rng, vocab_size, tokens, options.cases, 2 * tuple(features))
         if self._campaign.streams_only:
             return [case for case in cases if case.streamed]
         config = json.loads((options.checkpoint / "config.json").read_text())
         config |= config.get("text_config", {})
-        hidden_size = HIDDEN_SIZE if options.worker == "hash" and not has_images else config["hidden_size"]
-        calls = other_cases(rng, vocab_size, hidden_size, options.min_tokens)
+        hidden_size = HIDDEN_SIZE if options.worker == "hash" and media is Media.NONE else config["hidden_size"]
+        others = other_cases(rng, vocab_size, hidden_size, options.min_tokens)
         if options.model:
-            calls = [case for case in calls if case.name not in OF_DEMO_MODEL]
-        return cases + calls + (image_calls(rng, options.min_tokens) if has_images else [])
+            others = [case for case in others if case.name not in OF_DEMO_MODEL]
+        return cases + others + calls(rng, options.min_tokens)
 
     def _clients(self, target: Target) -> list[ChaosClient]:
         run = f"{self._options.seed}-{self._layout.name}-{self._rng.getrandbits(32):08x}"
@@ -149,6 +158,8 @@ class LayoutRun:
             GrpcClient(target.grpc),
             SessionClient(target.grpc),
             BatchClient(target.http, name),
+            TranscriptClient(target.http, name),
+            GrpcTranscriptClient(target.grpc),
         ]
 
     def _rate(self) -> float:

@@ -1,11 +1,13 @@
 """Lays out the meshes of a campaign, and starts them with proxies in front of their parts where links are cut."""
 
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
-from tokenloom.model_files.checkpoint import reads_images
+from tokenloom.model_files.checkpoint import reads_images, reads_sounds
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
 from tokenloom.supervisor.output import LineCopier, WriteLine
@@ -14,11 +16,34 @@ from tokenloom.supervisor.ports import held_ports
 from tokenloom.supervisor.state_dir import mesh_directory
 
 from ..clients.other_calls import ADAPTER_FLAGS, FLAGS
-from ..faults.fault import IMAGES, SPLIT, WHOLE, Kind
+from ..faults.fault import IMAGES, SOUNDS, SPLIT, WHOLE, Kind
 from ..faults.links import Links, PartLink
 from .options import ChaosOptions
 
 DRAIN_SECONDS = 30.0
+
+
+class Media(StrEnum):
+    """Names what the requests of a campaign show to its model."""
+
+    NONE = "none"
+    IMAGES = "images"
+    SOUNDS = "sounds"
+    TRANSCRIPTS = "transcripts"
+    """Sounds, without chats."""
+
+
+_KINDS = {Media.NONE: (), Media.IMAGES: IMAGES, Media.SOUNDS: SOUNDS, Media.TRANSCRIPTS: SOUNDS}
+
+
+def media_of(checkpoint: Path) -> Media:
+    """Return what a model reads besides text."""
+    if reads_images(checkpoint):
+        return Media.IMAGES
+    if not reads_sounds(checkpoint):
+        return Media.NONE
+    config = json.loads((checkpoint / "config.json").read_text())
+    return Media.TRANSCRIPTS if config["model_type"] == "whisper" else Media.SOUNDS
 
 
 @dataclass(frozen=True)
@@ -46,12 +71,15 @@ class Target:
 def layouts_of(options: ChaosOptions) -> list[Layout]:
     """Return the layouts that the options ask for."""
     found = []
-    more = IMAGES if reads_images(options.checkpoint) else ()
+    media = media_of(options.checkpoint)
+    more = _KINDS[media]
     if options.layout in ("both", "whole"):
         # The workers are processes of their own, so that they can be victims.
         engine = (*_engine_flags(options), "--distributed-executor-backend", "mp")
-        found.append(Layout("whole", (*WHOLE, *more), _mesh(options, engine, engines=options.parts)))
-    if options.layout in ("both", "split"):
+        kinds = [kind for kind in WHOLE if media is not Media.TRANSCRIPTS or not kind.is_of_texts]
+        found.append(Layout("whole", (*kinds, *more), _mesh(options, engine, engines=options.parts)))
+    # A model that transcribes computes whole requests only.
+    if options.layout == "split" or (options.layout == "both" and media is not Media.TRANSCRIPTS):
         engine = _engine_flags(options)
         found.append(
             Layout("split", (*SPLIT, *more), _mesh(options, engine, prefill=options.parts, decode=options.parts))

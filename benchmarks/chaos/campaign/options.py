@@ -29,8 +29,8 @@ class ChaosOptions(Struct, frozen=True):
     ] = "model"
     model: Annotated[
         str,
-        "A model's folder in place of the demo model. With one that reads images, encoders join the parts, and images "
-        "the requests.",
+        "A model's folder in place of the demo model. With one that reads images or sounds, encoders join the parts, "
+        "and images or sounds the requests; those to a Whisper model are transcriptions, in the layout whole.",
     ] = ""
     drafts: Annotated[_Limit, "Most drafts of a request in a step (--speculative-config, ngram); 0: none."] = 0
     parts: Annotated[

@@ -78,6 +78,32 @@ class GrpcClient:
             )
 
 
+class GrpcTranscriptClient:
+    """Has sounds transcribed with one client for each gateway, which sends a sound again while its gateway is away."""
+
+    name = "gRPC transcripts"
+    transport = "gRPC transcripts"
+    resumes = True
+    moves = False
+    is_special = True
+
+    def __init__(self, gateways: Sequence[str]) -> None:
+        """``gateways``: their gRPC addresses."""
+        self._clients = [AsyncClient(address) for address in gateways]
+
+    async def send(self, exchange: Exchange) -> None:
+        options, client = exchange.case.options, self._clients[exchange.gateway]
+        try:
+            found = await client.transcribe(options["file"], timeout=exchange.seconds, **options["fields"])
+        except errors.TokenloomError as error:
+            raise failure.typed(type(error).__name__, error.message) from None
+        exchange.answer.sample(0).text = repr(found)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+
 class SessionClient:
     """Continues one prompt over several turns. Its gateway holds the session: with it, the session is lost."""
 

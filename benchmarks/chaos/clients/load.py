@@ -10,7 +10,7 @@ from .answer import Progress
 from .comparison import difference
 from .exchange import ChaosClient, Exchange
 from .failure import RequestFailed
-from .images import with_new_files
+from .media import with_new_files
 from .mix import Case, with_new_grammar
 from .record import Record, Reference
 

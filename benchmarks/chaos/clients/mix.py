@@ -43,11 +43,12 @@ class Case:
     messages: Sequence[Mapping[str, Any]] = ()
     """The turns of a chat, in place of a prompt."""
     has_new_files: bool = False
-    """Whether the images of each request are files that no part has seen before."""
+    """Whether the images and sounds of each request are files that no part has seen before."""
     streamed: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     call: str | None = None
-    """Method and path of a call that one client only makes; the options are its body."""
+    """Method and path of a call that one client only makes; the options are its body, or the file and fields of its
+    form."""
     client: str = ""
     """The name of that client; empty: all make the request in turns."""
 

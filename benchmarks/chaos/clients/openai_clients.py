@@ -130,7 +130,7 @@ async def call(
     body = json.dumps(body_of(exchange.case, model)).encode()
     async with send("POST", address, path, body, headers) as response:
         if response.status != 200:
-            raise _refusal(response.status, await response.body())
+            raise refusal(response.status, await response.body())
         if exchange.case.streamed:
             await _read_stream(response, exchange, events)
         else:
@@ -143,7 +143,7 @@ async def send_json(address: str, method: str, path: str, body: Mapping[str, Any
     async with send(method, address, path, data) as response:
         answer = await response.body()
         if response.status != 200:
-            raise _refusal(response.status, answer)
+            raise refusal(response.status, answer)
         return json.loads(answer)
 
 
@@ -173,7 +173,8 @@ def body_of(case: Case, model: str) -> dict[str, Any]:
     return body
 
 
-def _refusal(status: int, body: bytes) -> RequestFailed:
+def refusal(status: int, body: bytes) -> RequestFailed:
+    """Return what a response of another status than 200 means."""
     text = error_text(body)
     if text is None:
         return RequestFailed(str(status), body[:200].decode(errors="replace"), is_typed=False)

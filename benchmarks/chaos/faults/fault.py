@@ -56,6 +56,11 @@ class Kind:
         )
 
     @property
+    def is_of_texts(self) -> bool:
+        """Whether the process runs only for chats, long texts or grammars, of which transcriptions have none."""
+        return self.process in ("render_worker", "encode_worker", "compiler_process")
+
+    @property
     def may_be_last(self) -> bool:
         """Whether the only part of this kind may meet a fault: a mesh has one coordinator."""
         return self.service == "coordinator"
@@ -72,7 +77,13 @@ IMAGES = (
     Kind("image tower", "encoder", process="tower_worker"),
 )
 """The kinds of a mesh whose model reads images, besides the others."""
-SHARED = frozenset(kind.name for kind in (*_OFF_ENGINE, *IMAGES))
+SOUNDS = (
+    Kind("sound encoder", "encoder"),
+    Kind("sound decoder", "encoder", process="sound_worker"),
+    Kind("sound tower", "encoder", process="tower_worker"),
+)
+"""The kinds of a mesh whose model reads sounds, besides the others."""
+SHARED = frozenset(kind.name for kind in (*_OFF_ENGINE, *IMAGES, *SOUNDS))
 """Names of the kinds that every layout has."""
 WHOLE = (
     *_OFF_ENGINE,

@@ -1,8 +1,11 @@
 """The presets of campaigns."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from benchmarks.chaos.campaign.layouts import layouts_of
+from benchmarks.chaos.campaign.layouts import Media, layouts_of, media_of
 from benchmarks.chaos.campaign.options import CAMPAIGNS, ChaosOptions
 from benchmarks.chaos.faults.fault import SPLIT, WHOLE
 
@@ -28,3 +31,19 @@ def test_layouts() -> None:
     (only,) = layouts_of(ChaosOptions(layout="split", worker="hash", parts=3))
     assert only.mesh.decode == 3
     assert "hash" in only.mesh.flags["engine"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "media", "layouts"),
+    [("qwen2_audio", Media.SOUNDS, ["whole", "split"]), ("whisper", Media.TRANSCRIPTS, ["whole"])],
+)
+def test_a_model_that_hears_has_encoders_of_sounds(kind: str, media: Media, layouts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert media_of(tmp_path) is media
+    found = layouts_of(ChaosOptions(model=str(tmp_path)))
+    assert [layout.name for layout in found] == layouts
+    for layout in found:
+        names = {each.name for each in layout.kinds}
+        assert {"sound encoder", "sound decoder", "sound tower", "gateway", "tokenizer"} <= names
+        assert ("renderer" in names) == (media is Media.SOUNDS)

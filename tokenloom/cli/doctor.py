@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from tokenloom.supervisor.ports import PortTaken, reserved_ports
 from tokenloom.supervisor.state_dir import StateDirError, read_part_state, root, running_meshes
 
 from .failures import FAILED
+from .tables import output_width
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -29,9 +31,25 @@ def doctor(
     if as_json:
         print(json.dumps([asdict(each) for each in findings], indent=2))
     else:
+        width = output_width()
         for each in findings:
-            typer.echo(f"{typer.style(f'{each.level:<4}', fg=_COLOURS[each.level])}  {each.subject:<13}  {each.text}")
+            level = f"{each.level:<4}"
+            text = _wrapped(f"{level}  {each.subject:<13}  ", each.text, width)
+            typer.echo(typer.style(level, fg=_COLOURS[each.level]) + text.removeprefix(level))
     raise typer.Exit(FAILED if any(each.level == "fail" for each in findings) else 0)
+
+
+def _wrapped(head: str, text: str, width: int) -> str:
+    """Return the text behind its head, in lines that begin below each other and are cut between words only."""
+    further = " " * len(head)
+    return fill(
+        text,
+        max(width, 2 * len(head)),
+        initial_indent=head,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _findings(host: str, port: int, certs: Path) -> Iterator[Finding]:

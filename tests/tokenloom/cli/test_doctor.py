@@ -25,6 +25,20 @@ def test_warnings_do_not_fail() -> None:
     assert "warn  kernels        none" in result.stdout.splitlines()
 
 
+def test_lines_fit_a_terminal_and_are_cut_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "none built ahead; g++ compiles them at the first start, and they are kept in /a/folder-with-a-long-name"
+    monkeypatch.setattr(doctor, "examine_engine", lambda: iter([Finding("warn", "kernels", text)]))
+    result = CliRunner().invoke(app, ["doctor", "--port", "0"], env={"COLUMNS": "60"})
+    lines = result.stdout.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("warn  kernels "))
+    assert lines[first : first + 3] == [
+        "warn  kernels        none built ahead; g++ compiles them at",
+        "                     the first start, and they are kept in",
+        "                     /a/folder-with-a-long-name",
+    ]
+    assert max(map(len, lines)) <= 60
+
+
 def test_a_taken_port_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -36,6 +36,7 @@ from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.served_how import check_decoder, chosen_impl
 from .device.cpu_watch import bind_to
+from .device.memory import forget_libraries
 from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
 from .kernels.levels import limit_level
@@ -255,6 +256,8 @@ class ModelWorker:
             lengths = largest_step(scheduler, kv_cache.max_model_len)
             self._largest = self._run_largest_step(within(kv_cache.num_blocks, block_size, lengths))
         started = time.perf_counter()
+        if self._platform.pool_is_on_host:
+            forget_libraries(Path(torch.__file__).parent)  # before the steps below, which map again what steps need
         self._num_states = kv_cache.num_state_slots
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from tokenloom.gpu_worker.device.memory import available_memory, forget_mapped, peak_of
+from tokenloom.gpu_worker.device.memory import available_memory, forget_libraries, forget_mapped, peak_of
 
 KIB = 1024
 HOST = {
@@ -128,10 +129,13 @@ def in_page_cache(path):
 def resident(path):
     """Bytes of the mappings of a file that this process has in memory."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    for line in lines:
-        if line.endswith(str(path)):
-            return next(int(rest.split()[1]) << 10 for rest in lines if rest.startswith("Rss:"))
-    raise AssertionError(f"{path} is not mapped")
+    sizes = [
+        next(int(rest.split()[1]) << 10 for rest in lines if rest.startswith("Rss:"))
+        for line in lines
+        if line.endswith(str(path))
+    ]
+    assert sizes, f"{path} is not mapped"
+    return sum(sizes)
 
 
 def test_forgetting_never_loses_what_was_written(tmp_path):
@@ -141,3 +145,28 @@ def test_forgetting_never_loses_what_was_written(tmp_path):
     mapped[0] = ord("y")
     forget_mapped([mapped.ctypes.data])
     assert bytes(mapped[:2]) == b"yx"
+
+
+def test_libraries_are_forgotten_but_for_what_was_written(tmp_path):
+    (tmp_path / "a folder").mkdir()
+    inside, written, outside = tmp_path / "a folder/one.so", tmp_path / "a folder/two.so", tmp_path / "a folder.so"
+    for path in (inside, written, outside):
+        path.write_bytes(b"x" * (8 << 20))
+    maps = [
+        np.memmap(path, dtype=np.uint8, mode=mode) for path, mode in ((inside, "r"), (written, "c"), (outside, "r"))
+    ]
+    maps[1][0] = ord("y")
+    assert all((mapped[1:] == ord("x")).all() for mapped in maps)
+    (tmp_path / "link").symlink_to(tmp_path / "a folder")
+    forget_libraries(tmp_path / "link")
+    assert [resident(path) for path in (inside, written, outside)] == [0, 8 << 20, 8 << 20]
+    assert maps[0][0] == ord("x")
+    assert maps[1][0] == ord("y")
+
+
+def test_torch_computes_with_what_is_mapped_again():
+    matrix = torch.eye(8)
+    before = resident("libtorch_cpu.so")
+    forget_libraries(Path(torch.__file__).parent)
+    assert resident("libtorch_cpu.so") < before
+    assert torch.equal(matrix @ matrix, matrix)

@@ -21,6 +21,7 @@ ALWAYS = (
 )
 """Files of these folders that every run takes: what a user meets first, and the ways to fail."""
 CASES = {
+    "tests/e2e/test_console_blocks.py": 5,
     "tests/e2e/test_more_models.py": 3,
     "tests/parity/test_backends.py": 3,
     "tests/parity/test_batch_invariant.py": 3,

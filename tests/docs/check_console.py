@@ -1,9 +1,9 @@
 """``make docs-check``: types the console blocks of README, quick start and tutorials into a shell, in a fresh clone.
 
-The clone has no environment yet: the blocks install one. A command that serves stays until the page starts another one,
-or ends. ``--quick`` takes the environment of this checkout instead, and leaves out what installs and builds. A command
-fails the check with an exit status other than 0, with a traceback, or where the page shows an object of JSON with other
-keys. What cannot be typed here is listed with its reason.
+The clone has no environment yet: the first pages install one, and the tutorials go on there, as a reader does. A
+command that serves stays until the page starts another one, or ends. ``--quick`` takes the environment of this checkout
+instead, and leaves out what installs and builds. A command fails the check with an exit status other than 0, with a
+traceback, or where the page shows an object of JSON with other keys. What cannot be typed is listed with its reason.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,20 @@ NOT_TYPED: Mapping[str, str] = {
     r"^make containers\b": "needs root and Debian's podman; a command of its own",
     r"^make test\b": ".ci/run runs it",
     r"\b(codex|claude|opencode|aider)\b": "a program of others; `make clients` runs it",
+    r"^(ssh|scp)\b": "needs a second machine",
+    r"^ip ": "needs root; tests/soak/network.py does the same",
     r"^export (ANTHROPIC|CLAUDE|OPENAI_API_BASE)": "a setting of such a program",
 }
 """Commands that the check leaves out, each with the reason."""
 _NOT_QUICK = re.compile(r"\bmake (demo|wheel)\b|\bpip install\b|-m venv\b|^~/tokenloom|weather_agent\.py|--also")
-_INSTEAD = {"./Qwen3-8B --max-model-len 32768": "tokenloom-demo"}
-"""What stands for a model that no test has."""
+_FETCHES = re.compile(r"\bmake (demo|install|wheel)\b|\bpip install\b")
+"""Commands that need the machine's network; the others run in one of their own."""
+_INSTALLS = re.compile(r"^make demo\b")
+_INSTEAD = {"./Qwen3-8B --max-model-len 32768": "tokenloom-demo", "10.77.0.": "127.0.0."}
+"""What stands for a model, and for machines, that no test has."""
 _SERVES = re.compile(r"\btokenloom serve\b")
+_MACHINE = re.compile(r"^(examples/two_machines/\w+\.sh)\b")
+"""A script whose parts serve beside those of the other machine."""
 _TALKS = re.compile(r"\btokenloom (chat|top)( *#.*)?$")
 """Commands that stay until they are ended by a signal, but serve nothing."""
 _MODELS = ("my-model", "large", "small")
@@ -44,20 +51,23 @@ _READY_SECONDS = 300.0
 _TYPED_SECONDS = 3600.0
 
 
-_ALONE = "DOCS_CHECK_ALONE"
-"""Set where the network is the check's own."""
-
-
 class Failed(Exception):
     """A command did not do what its page says."""
 
 
 class Reader:
-    """Types the commands of one page in one clone."""
+    """Types the commands of pages in one clone.
 
-    def __init__(self, clone: Path, home: Path) -> None:
+    Args:
+        clone: The clone, where each command runs.
+        home: The user's home folder.
+        network: What runs a command in a network of its own.
+    """
+
+    def __init__(self, clone: Path, home: Path, network: tuple[str, ...]) -> None:
         self._clone = clone
-        self._server: subprocess.Popen[str] | None = None
+        self._network = network
+        self._servers: list[subprocess.Popen[str]] = []
         path = os.pathsep.join((str(clone / ".venv" / "bin"), str(home / "tokenloom" / "bin"), os.environ["PATH"]))
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENLOOM_", "PYTHON"))}
         self._environment = {**kept, "HOME": str(home), "PATH": path, "XDG_RUNTIME_DIR": str(home), "NO_COLOR": "1"}
@@ -67,23 +77,32 @@ class Reader:
         """Run one command. Raises `Failed`."""
         for model, other in _INSTEAD.items():
             typed = replace(typed, text=typed.text.replace(model, other))
-        if _SERVES.search(typed.text):
-            self._serve(typed)
+        if script := _MACHINE.match(typed.text):
+            parts = re.findall(r"^part ", (self._clone / script[1]).read_text(), re.MULTILINE)
+            self._serve(typed, " serving on ", len(parts))
+        elif _SERVES.search(typed.text):
+            self.end()
+            self._serve(typed, " served at ", 1)
         elif _TALKS.search(typed.text):
             self._check(typed, *self._run(typed.text, "What is prefill?\n"))
         else:
             self._check(typed, *self._run(typed.text, ""))
 
+    def install(self, page: str) -> None:
+        """Install what a page expects that begins where the quick start ends. Raises `Failed`."""
+        if not (self._clone / ".venv").exists():
+            self.type(Typed(page, 0, "make install"))
+
     def end(self) -> None:
         """Stop what still serves, as Ctrl-C does."""
-        if self._server is not None:
-            os.killpg(self._server.pid, signal.SIGINT)
-            self._server.wait(60)
-            self._server = None
+        while self._servers:
+            server = self._servers.pop()
+            os.killpg(server.pid, signal.SIGINT)
+            server.wait(60)
 
     def _run(self, text: str, given: str) -> tuple[int, str]:
         done = subprocess.run(
-            ["bash", "-c", text],
+            [*(() if _FETCHES.search(text) else self._network), "bash", "-c", text],
             input=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -95,11 +114,11 @@ class Reader:
         )
         return done.returncode, done.stdout
 
-    def _serve(self, typed: Typed) -> None:
-        self.end()
+    def _serve(self, typed: Typed, ready: str, times: int) -> None:
+        """Start a command, and wait until it has printed ``ready`` so many times."""
         with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-            self._server = subprocess.Popen(
-                ["bash", "-c", typed.text.removesuffix("&")],
+            server = subprocess.Popen(
+                [*self._network, "bash", "-c", typed.text.removesuffix("&")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -107,9 +126,10 @@ class Reader:
                 env=self._environment,
                 process_group=0,
             )
+            self._servers.append(server)
             deadline = time.monotonic() + _READY_SECONDS
-            while " served at " not in (shown := Path(log.name).read_text()):
-                if self._server.poll() is not None or time.monotonic() > deadline:
+            while (shown := Path(log.name).read_text()).count(ready) < times:
+                if server.poll() is not None or time.monotonic() > deadline:
                     raise Failed(f"{typed.place}: {typed.text}\n{shown[-2000:]}")
                 time.sleep(0.2)
 
@@ -157,7 +177,7 @@ def cloned(*, quick: bool) -> Iterator[tuple[Path, Path]]:
             (clone / ".venv" / "bin").mkdir(parents=True)
             command = f'#!/bin/sh\nPYTHONPATH="{clone}" exec "{sys.executable}" -P -m tokenloom.cli.main "$@"\n'
             python = f'#!/bin/sh\nPYTHONPATH="{clone}" exec "{sys.executable}" "$@"\n'
-            for name, text in (("tokenloom", command), ("python", python)):
+            for name, text in (("tokenloom", command), ("python", python), ("python3", python)):
                 (clone / ".venv" / "bin" / name).write_text(text)
                 (clone / ".venv" / "bin" / name).chmod(0o755)
         yield clone, home
@@ -165,31 +185,52 @@ def cloned(*, quick: bool) -> Iterator[tuple[Path, Path]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def alone() -> tuple[str, ...]:
-    """Return what runs a command in a network of its own, where every port of the pages is free; nothing if this
+@contextmanager
+def own_network() -> Iterator[tuple[str, ...]]:
+    """Yield what runs a command in a network of its own, where every port of the pages is free; nothing if this
     machine does not allow it."""
-    command = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    # `cat` keeps the network until its input closes, which also happens when this process is killed.
+    keeper = ("unshare", "--map-root-user", "--net", "sh", "-c", "ip link set lo up && echo made && exec cat")
     try:
-        allowed = subprocess.run([*command, "true"], check=False, capture_output=True).returncode == 0
+        kept = subprocess.Popen(keeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except OSError:
-        allowed = False
-    return command if allowed else ()
+        yield ()
+        return
+    with kept:
+        assert kept.stdout is not None
+        made = kept.stdout.readline() == b"made\n"
+        yield ("nsenter", f"--target={kept.pid}", "--user", "--net", "--preserve-credentials") if made else ()
 
 
-def check(page: str, *, quick: bool) -> list[tuple[Typed, str | None]]:
-    """Type a page's commands. Returns each with the reason for which it was left out. Raises `Failed`."""
-    done = []
-    with cloned(quick=quick) as (clone, home):
-        reader = Reader(clone, home)
-        try:
-            for typed in read_commands(page):
-                reason = reason_against(typed, quick=quick)
-                if reason is None:
-                    reader.type(typed)
-                done.append((typed, reason))
-        finally:
-            reader.end()
-    return done
+def check(reader: Reader, page: str, *, quick: bool) -> Iterator[tuple[Typed, str | None]]:
+    """Type a page's commands. Yields each with the reason for which it was left out. Raises `Failed`."""
+    commands = read_commands(page)
+    if not quick and not any(_INSTALLS.search(typed.text) for typed in commands):
+        reader.install(page)
+    try:
+        for typed in commands:
+            reason = reason_against(typed, quick=quick)
+            if reason is None:
+                reader.type(typed)
+            yield typed, reason
+    finally:
+        reader.end()
+
+
+def failed_pages(pages: Iterable[str], *, quick: bool) -> list[str]:
+    """Type the commands of pages, and print what became of each. Returns the pages that failed."""
+    failed = []
+    with cloned(quick=quick) as (clone, home), own_network() as network:
+        reader = Reader(clone, home, network)
+        for page in pages:
+            try:
+                for typed, reason in check(reader, page, quick=quick):
+                    state, why = ("typed", "") if reason is None else ("left out", f" ({reason})")
+                    print(f"{state:<9} {typed.place}: {typed.text.splitlines()[0][:90]}{why}", flush=True)
+            except Failed as error:
+                failed.append(page)
+                print(f"FAILED    {error}", flush=True)
+    return failed
 
 
 def main() -> int:
@@ -197,21 +238,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="use this environment, and install and build nothing")
     parser.add_argument("pages", nargs="*", default=PAGES)
     options = parser.parse_args()
-    if options.quick and not os.environ.get(_ALONE):
-        command = (sys.executable, "-m", "tests.docs.check_console", "--quick", *options.pages)
-        return subprocess.run([*alone(), *command], env={**os.environ, _ALONE: "1"}, check=False).returncode
-    failed = 0
-    for page in options.pages:
-        try:
-            for typed, reason in check(page, quick=options.quick):
-                state = "typed" if reason is None else "left out"
-                print(
-                    f"{state:<9} {typed.place}: {typed.text.splitlines()[0][:90]}" + (f" ({reason})" if reason else "")
-                )
-        except Failed as error:
-            failed += 1
-            print(f"FAILED    {error}")
-    return 1 if failed else 0
+    return 1 if failed_pages(options.pages, quick=options.quick) else 0
 
 
 if __name__ == "__main__":

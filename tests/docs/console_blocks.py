@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/start/quickstart.md", "docs/use/coding-agent.md", "docs/use/retrieval.md")
-"""The pages that a newcomer follows from top to bottom; `docs/use/two-machines.md` needs two machines."""
-_BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = (
+    *("docs/start/quickstart.md", "README.md"),
+    *("docs/use/coding-agent.md", "docs/use/retrieval.md", "docs/use/two-machines.md"),
+)
+"""The pages that a newcomer follows, the quick start first: it builds wheels while nothing is installed."""
+_BLOCK = re.compile(r"^```console\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+"""Commands, and a block without a language right behind them: what the last one printed."""
 
 
 @dataclass
@@ -36,6 +40,8 @@ def commands_of(page: str, text: str) -> list[Typed]:
                 found[-1].text += f"\n{line}"
             elif found:
                 found[-1].printed.append(line)
+        if found and block[2]:
+            found[-1].printed += block[2].splitlines()
     return found
 
 

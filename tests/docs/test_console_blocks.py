@@ -25,6 +25,14 @@ $ no console
 ```console
 $ last
 ```
+
+```
+printed by the last
+```
+
+```
+no output
+```
 """
 
 
@@ -33,7 +41,7 @@ def test_commands_go_on_after_a_backslash_and_within_quotes() -> None:
     assert found == [
         (4, "first \\\n    --more", ["printed {"]),
         (7, "curl -d '{\n    \"a\": 1}'", ['{"b": 2}']),
-        (17, "last", []),
+        (17, "last", ["printed by the last"]),
     ]
 
 

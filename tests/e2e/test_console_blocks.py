@@ -5,11 +5,10 @@ import sys
 
 import pytest
 
-from tests.docs.check_console import ROOT
+from tests.docs.console_blocks import PAGES, ROOT
 
 
-# The other pages start more meshes and belong to `make docs-check`.
-@pytest.mark.parametrize("page", ["docs/start/quickstart.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_can_be_followed(page: str) -> None:
     command = [sys.executable, "-m", "tests.docs.check_console", "--quick", page]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -16,6 +16,7 @@ from tokenloom.bench.report import machine
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.state_dir import read_part_state, running_meshes
 
+from ..failures import FAILED, print_error
 from ..options import built, offers
 from ..server import ApiKey
 from .bench_output import AsJson, Goodput, MoreObjectives, Plot, bars, failures, show
@@ -64,9 +65,13 @@ def serve(
             run.write_json(result_dir / name, detailed=save_detailed)
         if plot is not None:
             run.write_plot(plot)
+    if run.report["failed"] and not run.report["completed"] and not as_json:
+        first = "".join(f": {error}" for error in run.report.get("errors", ())[:1])
+        print_error(f"{options.base_url} answered none of {run.report['failed']} requests{first}")
+        raise typer.Exit(FAILED)
     tables = [table(run.report, f"{options.model} at {options.base_url}"), *_cpu_tables(run.report)]
     show(run.report, tables, as_json=as_json)
-    raise typer.Exit(1 if run.report["failed"] else 0)
+    raise typer.Exit(FAILED if run.report["failed"] else 0)
 
 
 def _service_cpu(base_url: str) -> machine.ServiceCpu | None:

@@ -149,8 +149,9 @@ def _unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
         if _OF_A_POD.search(name) or "://" in environment[name][:6]:
             continue
         option = name.removeprefix(prefix).lower()
-        nearest = difflib.get_close_matches(option, known, n=1)
-        reasons[name] = "no option has this name" + (f"; did you mean {variable(nearest[0])}?" if nearest else "")
+        nearest = difflib.get_close_matches(option, known | of_mesh, n=1)
+        meant = [flag(each) if each in of_mesh else variable(each) for each in nearest]
+        reasons[name] = "no option has this name" + "".join(f"; did you mean {each}?" for each in meant)
         if option in of_mesh:
             reasons[name] = f"only {flag(option)} sets this option"
     return reasons

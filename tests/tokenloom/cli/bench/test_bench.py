@@ -1,5 +1,6 @@
 """The commands' options."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_a_server_that_is_not_there_fails_every_request(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", *arguments, "--result-filename", str(tmp_path / "r.json")])
     assert result.exit_code == 1
     assert '"failed": 2' in (tmp_path / "r.json").read_text()
+    assert json.loads(result.stdout)["failed"] == 2
+
+
+def test_a_server_that_answers_nothing_is_one_line() -> None:
+    arguments = ["--base-url", "http://127.0.0.1:1", "--vocab-size", "9", "--num-prompts", "2"]
+    result = CliRunner().invoke(app, ["bench", "serve", *arguments])
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: http://127.0.0.1:1 answered none of 2 requests: ")
+    assert "refused" in line.lower()
 
 
 def test_interpreters_are_named_or_found(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_variables_go_before_the_file(
 def test_a_variable_that_no_option_has_is_told_the_nearest(
     command: str, started: list[MeshOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TOKENLOOM_ENGINS", "2")
     monkeypatch.setenv("TOKENLOOM_MAX_NUM_SEQ", "9")
     monkeypatch.setenv("TOKENLOOM_PORT", "9000")
     monkeypatch.setenv("TOKENLOOM_XXXXXXXX", "secret")
@@ -60,6 +61,7 @@ def test_a_variable_that_no_option_has_is_told_the_nearest(
     result = CliRunner().invoke(app, [command, "--worker", "hash", "--port", "0"])
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines() == [
+        "Warning: TOKENLOOM_ENGINS is not read: no option has this name; did you mean --engines?",
         "Warning: TOKENLOOM_MAX_NUM_SEQ is not read: no option has this name; did you mean TOKENLOOM_MAX_NUM_SEQS?",
         "Warning: TOKENLOOM_PORT is not read: only --port sets this option",
         "Warning: TOKENLOOM_XXXXXXXX is not read: no option has this name",

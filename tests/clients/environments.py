@@ -11,6 +11,9 @@ from pathlib import Path
 
 from tests.clients.table import Client
 from tools.stubs import debian, go_stubs, npm_stubs
+from tools.stubs.protoc import BUILD as STUBS
+from tools.wheels.command import write_client
+from tools.wheels.division import CLIENT
 
 BUILD = Path("build/clients")
 TORCH = "torch==2.13.0"
@@ -30,7 +33,7 @@ def interpreter(client: Client) -> Path:
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
         if client.is_python:
-            _install_python(client, home)
+            _install_python(client, home, stubs)
         else:
             _install_node(home, (*client.requirements, *map(str, stubs)))
         mark.write_text(wanted)
@@ -48,18 +51,19 @@ def version(client: Client, home: Path) -> str:
     if not client.is_python:
         package = home / "node_modules" / client.distribution / "package.json"
         return str(json.loads(package.read_text())["version"])
-    code = f"import importlib.metadata as m; print(m.version({client.distribution!r}))"
+    distribution = CLIENT if client.stubs == "python" else client.distribution
+    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
     return subprocess.run([str(home), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _install_python(client: Client, home: Path) -> None:
+def _install_python(client: Client, home: Path, stubs: Sequence[Path]) -> None:
     _run([sys.executable, "-m", "venv", str(home)])
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     if client.torch:
         index = os.environ.get("TORCH_INDEX")
         _run([*pip, *(["--index-url", index] if index else []), TORCH])
-    if client.requirements:
-        _run([*pip, *client.requirements, *([TORCH] if client.torch else [])])
+    if requirements := (*client.requirements, *map(str, stubs)):
+        _run([*pip, *requirements, *([TORCH] if client.torch else [])])
     if client.without:
         _run([str(home / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes", *client.without])
 
@@ -68,6 +72,8 @@ def _write_stubs(client: Client) -> tuple[Path, ...]:
     """Write the stubs that a client needs, and return the packages of them that its environment installs."""
     if client.stubs == "npm":
         return (npm_stubs.write(),)
+    if client.stubs == "python":
+        return (write_client(STUBS),)
     if client.stubs == "go":
         go_stubs.write()
     return ()

@@ -100,6 +100,7 @@ CLIENTS = (
     Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),
     Client("@grpc/grpc-js (stubs)", "stubs/grpc_js_client.mjs", ("@grpc/grpc-js@1.14.7",), stubs="npm"),
     Client("grpc-go (stubs)", "stubs/go_client.py", (), stubs="go"),
+    Client("tokenloom-client (stubs)", "stubs/tokenloom_client.py", (), stubs="python"),
     Client(
         "openapi-python-client",
         "generators/openapi_python_client.py",

@@ -41,6 +41,16 @@ def main() -> int:
     return 0
 
 
+def write_client(folder: Path) -> Path:
+    """Write the client's wheel alone into a folder, and return its path."""
+    whole = _whole()
+    client, _ = divided(whole, client_paths(ROOT, whole.files))
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("tokenloom_client-*.whl"):
+        old.unlink()
+    return client.write(folder)
+
+
 def _chosen(names: str, parser: argparse.ArgumentParser) -> Iterator[tuple[Level, str]]:
     """Yield the levels with a compiler for each; ends with a usage error for a level that cannot be built here."""
     known = {level.name: level for level in LEVELS}

@@ -21,6 +21,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
+from tokenloom.process.memory import forget_start
 from tokenloom.process.plugins import kv_marks, load
 
 from .attention.attention_backend import TOKENWISE, AttentionBackend
@@ -36,7 +37,6 @@ from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.served_how import check_decoder, chosen_impl
 from .device.cpu_watch import bind_to
-from .device.memory import forget_libraries
 from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
 from .kernels.levels import limit_level
@@ -257,7 +257,7 @@ class ModelWorker:
             self._largest = self._run_largest_step(within(kv_cache.num_blocks, block_size, lengths))
         started = time.perf_counter()
         if self._platform.pool_is_on_host:
-            forget_libraries(Path(torch.__file__).parent)  # before the steps below, which map again what steps need
+            forget_start()  # before the steps below, which map again what steps need
         self._num_states = kv_cache.num_state_slots
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)

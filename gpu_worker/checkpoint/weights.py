@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tokenloom.gguf.gguf_file import gguf_parts, is_gguf
+from tokenloom.process.memory import forget_mapped, return_freed
 
-from ..device.memory import forget_mapped, return_freed
 from ..parallel.ranks import ONLY_RANK, Ranks
 from ..parallel.sharding import Dimension, length, total
 from .directory_source import DirectorySource

@@ -5,11 +5,12 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from tokenloom.process.memory import return_freed
+
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..device.memory import return_freed
 from ..layers.embedding import InputEmbeds
 from ..layers.expert_routes import ExpertRoutes, Ints
 

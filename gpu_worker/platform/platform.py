@@ -9,12 +9,12 @@ import torch
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.process import memory
 from tokenloom.process.control_groups import CpuGroups
 
 from ..attention.attention_backend import KVCache
 from ..checkpoint.local_config import check_apart, check_host
 from ..cuda.step_tensors import Capture, GraphCapture, StepTools
-from ..device import memory
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
 from ..device.device_link import CUDALink
 from ..kernels.library import uses_triton

@@ -9,10 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
-from tokenloom.gpu_worker.device.memory import return_freed, status_bytes
 from tokenloom.gpu_worker.layers.weight_memory import weight_memory
 from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.process.memory import return_freed, status_bytes
 
 QUANTIZATIONS = (None, "int8-dynamic", "int4")
 _M_MMAP_THRESHOLD = -3

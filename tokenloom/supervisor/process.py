@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from tokenloom.process.memory import forget_start
 from tokenloom.process.uncollected_imports import uncollected_imports
 
 from .decided import WITHHELD
@@ -126,6 +127,7 @@ def import_shared() -> None:
     with uncollected_imports(), _variables(_ONE_THREAD):
         for name in _SHARED:
             import_module(name)
+    forget_start()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from tokenloom.gguf.gguf_file import is_gguf
+from tokenloom.process.memory import return_freed
 
 from ...attention.attention_backend import AttentionPlan, KVCache
 from ...attention.states import StatePlan
@@ -20,7 +21,6 @@ from ...checkpoint.files.text_part import MediaSwitches
 from ...checkpoint.gguf.config import described_by
 from ...checkpoint.model_config import DtypeName, ModelConfig, as_torch
 from ...checkpoint.weights import Adapt, Checkpoint
-from ...device.memory import return_freed
 from ...layers.embedding import InputEmbeds
 from ...layers.expert_routes import ExpertRoutes
 from ...layers.linear import ROUNDS_ROWS

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import uvloop
 
 from tokenloom.process.fall_backs import OF_PROCESS
+from tokenloom.process.memory import forget_start
 from tokenloom.request.errors import InvalidArgument, NotFound, TokenloomError
 
 from ..tasks import first_of
@@ -141,6 +142,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             starting.shutdown(wait=False)
             heap = Heap()
             heap.freeze()
+            forget_start()
             host.spawn(heap.run(), name="heap")
             host.spawn(host.channels.keepalive.run(), name="patience with peers")
             if settings.measure_turns:

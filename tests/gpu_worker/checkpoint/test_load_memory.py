@@ -11,8 +11,8 @@ from tests.gpu_worker.checkpoint.gguf.files import write
 from tokenloom.gpu_worker.checkpoint import weights
 from tokenloom.gpu_worker.checkpoint.gguf.source import GgufSource
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
-from tokenloom.gpu_worker.device.memory import peak_of, return_freed, status_bytes
 from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.process.memory import peak_of, return_freed, status_bytes
 
 MIB = 1 << 20
 HIDDEN, INNER, LAYERS, VOCABULARY = 256, 2048, 8, 4096

@@ -5,9 +5,9 @@ import torch
 from tests.gpu_worker.kv_connector.fake_device import FakeIpc
 from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
-from tokenloom.gpu_worker.device.memory import status_bytes
 from tokenloom.gpu_worker.kv_connector.device_pool import copy_with_torch, make_device_pool
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.process.memory import status_bytes
 
 
 class ApartPlatform:

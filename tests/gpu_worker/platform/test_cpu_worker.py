@@ -14,11 +14,11 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.gpu_worker.device import memory
-from tokenloom.gpu_worker.device.memory import available_memory
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.numerics import input_rounding
+from tokenloom.process import memory
+from tokenloom.process.memory import available_memory
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 

@@ -13,9 +13,9 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.device.memory import return_freed
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.process.control_groups import resident_bytes
+from tokenloom.process.memory import return_freed
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 160

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.gpu_worker.device.memory import available_memory, forget_libraries, forget_mapped, peak_of
+from tokenloom.process.memory import available_memory, forget_libraries, forget_mapped, forget_start, peak_of
 
 KIB = 1024
 HOST = {
@@ -149,17 +149,19 @@ def test_forgetting_never_loses_what_was_written(tmp_path):
 
 def test_libraries_are_forgotten_but_for_what_was_written(tmp_path):
     (tmp_path / "a folder").mkdir()
-    inside, written, outside = tmp_path / "a folder/one.so", tmp_path / "a folder/two.so", tmp_path / "a folder.so"
-    for path in (inside, written, outside):
+    inside, written, outside = tmp_path / "a folder/one.so.1", tmp_path / "a folder/two.so", tmp_path / "a folder.so"
+    weights = tmp_path / "a folder/model.safetensors"
+    for path in (inside, written, outside, weights):
         path.write_bytes(b"x" * (8 << 20))
     maps = [
-        np.memmap(path, dtype=np.uint8, mode=mode) for path, mode in ((inside, "r"), (written, "c"), (outside, "r"))
+        np.memmap(path, dtype=np.uint8, mode=mode)
+        for path, mode in ((inside, "r"), (written, "c"), (outside, "r"), (weights, "r"))
     ]
     maps[1][0] = ord("y")
     assert all((mapped[1:] == ord("x")).all() for mapped in maps)
     (tmp_path / "link").symlink_to(tmp_path / "a folder")
-    forget_libraries(tmp_path / "link")
-    assert [resident(path) for path in (inside, written, outside)] == [0, 8 << 20, 8 << 20]
+    forget_libraries([tmp_path / "link", tmp_path / "none"])
+    assert [resident(path) for path in (inside, written, outside, weights)] == [0, *[8 << 20] * 3]
     assert maps[0][0] == ord("x")
     assert maps[1][0] == ord("y")
 
@@ -167,6 +169,6 @@ def test_libraries_are_forgotten_but_for_what_was_written(tmp_path):
 def test_torch_computes_with_what_is_mapped_again():
     matrix = torch.eye(8)
     before = resident("libtorch_cpu.so")
-    forget_libraries(Path(torch.__file__).parent)
+    forget_start()
     assert resident("libtorch_cpu.so") < before
     assert torch.equal(matrix @ matrix, matrix)

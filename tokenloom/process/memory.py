@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import mmap
-import os
+import site
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -56,16 +56,25 @@ def forget_mapped(addresses: Iterable[int]) -> None:
             _advise(each, _MADV_PAGEOUT if each.is_written else mmap.MADV_DONTNEED)
 
 
-def forget_libraries(folder: Path) -> None:
-    """Drop the resident pages of the shared libraries in ``folder``, except what was written to; those in use are
+def forget_start() -> None:
+    """Drop what only the start of this process needed of installed libraries, and freed memory. To be called once,
+    when it is ready, or about to warm up."""
+    forget_libraries(map(Path, site.getsitepackages()))
+    return_freed()
+
+
+def forget_libraries(folders: Iterable[Path]) -> None:
+    """Drop the resident pages of the shared libraries in these folders, except what was written to; those in use are
     mapped again from the page cache when they are touched. Only for libraries that nothing unloads."""
     # Importing torch touches 66 MB of its libraries: tables of relocations, and code that registers operations. Steps
-    # need 12 MB of them.
-    inside = f"{folder.resolve()}/"
-    for each in _mappings():
-        # Another thread may write to what is writable meanwhile.
-        if each.path.startswith(inside) and not (each.is_writable or each.is_written):
-            _advise(each, mmap.MADV_DONTNEED)
+    # need 12 MB of them. Of gRPC and the others a service keeps a third.
+    inside = tuple(f"{folder.resolve()}/" for folder in folders)
+    with contextlib.suppress(OSError):  # where the system shows no mappings, the pages stay
+        for each in _mappings():
+            # Another thread may write to what is writable meanwhile.
+            is_kept = each.is_writable or each.is_written or ".so" not in each.path.rpartition("/")[2]
+            if each.path.startswith(inside) and not is_kept:
+                _advise(each, mmap.MADV_DONTNEED)
 
 
 class _Mapping(NamedTuple):
@@ -83,14 +92,15 @@ class _Mapping(NamedTuple):
 def _mappings() -> Iterator[_Mapping]:
     begin = end = 0
     rights = path = ""
-    for line in os.fsdecode(Path("/proc/self/smaps").read_bytes()).split("\n"):
-        field, _, rest = line.partition(" ")
-        if field == "Anonymous:":
-            yield _Mapping(begin, end, path, "w" in rights, int(rest.split()[0]) > 0)
-        elif field and not field.endswith(":"):
-            begin, end = (int(address, 16) for address in field.split("-"))
-            rights, _, _, _, *named = rest.split(maxsplit=4)  # offset, device and inode; the path may hold blanks
-            path = "".join(named)
+    with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            field, _, rest = line.partition(" ")
+            if field == "Anonymous:":
+                yield _Mapping(begin, end, path, "w" in rights, int(rest.split()[0]) > 0)
+            elif not field.endswith(":"):
+                begin, end = (int(address, 16) for address in field.split("-"))
+                rights, _offset, _device, _inode, *named = rest.rstrip("\n").split(maxsplit=4)
+                path = "".join(named)  # which may hold blanks
 
 
 def _advise(mapping: _Mapping, advice: int) -> None:

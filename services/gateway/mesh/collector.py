@@ -10,6 +10,16 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
+_ENDS = frozenset(
+    {
+        types_pb2.FINISH_REASON_STOP,
+        types_pb2.FINISH_REASON_LENGTH,
+        types_pb2.FINISH_REASON_ABORT,
+        types_pb2.FINISH_REASON_REPETITION,
+    }
+)
+"""The reasons of an output that ends without an error."""
+
 
 class Delta(msgspec.Struct):
     """New output of one index. A msgspec struct: each token makes one, and a dataclass takes four times as long."""
@@ -130,6 +140,8 @@ class Collector:
         if finished.HasField("error"):
             self.fail(wire_errors.from_proto(finished.error))
             return
+        if finished.reason not in _ENDS:
+            raise WrongFrame(f"{finished.reason} is no reason to finish")
         num_tokens = self.num_tokens(index)
         if finished.completion_tokens != num_tokens or self._ended[index]:
             raise WrongFrame(f"{finished.completion_tokens} output tokens were sent, {num_tokens} arrived")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol
 
-from tokenloom.request import errors, packed_ids, wire_errors
+from tokenloom.request import errors, logprob_columns, packed_ids, wire_errors
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.hello import PACKED_IDS, check_hello
 from tokenloom.services.runtime.streams.slotted_stream import (
@@ -216,9 +216,11 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
     def _deal_prompts(
         self, logprobs: Iterable[pb.SlotTextLogprobs]
     ) -> dict[tuple[int, int], list[pb.SlotTextLogprobs]]:
-        """Hand out the log probabilities of prompts; return those of output tokens, by slot and sample."""
+        """Hand out the log probabilities of prompts; return those of output tokens, by slot and sample. Raises
+        ``WrongFrame`` for columns that do not fit together, and for what no model says."""
         of_tokens: dict[tuple[int, int], list[pb.SlotTextLogprobs]] = {}
         for each in logprobs:
+            _check_logprobs(each, self._owner.vocab_size)
             if not each.prompt:
                 of_tokens.setdefault((each.slot, each.sample_index), []).append(each)
             elif (target := self.slots.get(each.slot)) is not None:
@@ -279,6 +281,15 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         last = self._outbox[-1] if self._outbox else None
         has_later = last is not None and bool(last.cancel_slots or last.withdraw or (last.resume and not ends_only))
         return self._message(num_bytes, is_new=has_later)
+
+
+def _check_logprobs(part: pb.SlotTextLogprobs, vocab_size: int) -> None:
+    columns = part.logprobs
+    texts = len(part.sampled_text), len(part.token_text)
+    if not logprob_columns.fit_together(columns) or texts != (len(columns.sampled), len(columns.token_id)):
+        raise WrongFrame("the log probabilities of a frame differ in length")
+    if not logprob_columns.are_probable(columns, vocab_size):
+        raise WrongFrame("the log probabilities of a frame are of no model")
 
 
 log = logging.getLogger(__name__)

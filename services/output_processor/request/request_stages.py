@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 _ERROR, _PREFILLED = FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_PREFILLED
-_ENDS = frozenset(FinishReason.values()) - {FinishReason.FINISH_REASON_UNSPECIFIED, _PREFILLED}
+_NO_ENDS = {FinishReason.FINISH_REASON_UNSPECIFIED, _PREFILLED, FinishReason.FINISH_REASON_TOOL_CALLS}
+_ENDS = frozenset(FinishReason.values()) - _NO_ENDS
 
 
 class RequestStages:

@@ -18,6 +18,7 @@ from tokenloom.services.gateway.http.client_flow import Headers, TurnShare
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.v1.output_processor_pb2 import RequestFinished
+from tokenloom.v1.types_pb2 import FINISH_REASON_STOP
 
 
 class FakeGeneration:
@@ -116,7 +117,7 @@ class Streamed:
 
     async def end(self) -> None:
         collector = self.generation.collector
-        collector.finish(0, RequestFinished(completion_tokens=collector.num_tokens(0)))
+        collector.finish(0, RequestFinished(reason=FINISH_REASON_STOP, completion_tokens=collector.num_tokens(0)))
         await self.task
 
 

@@ -1,6 +1,7 @@
 """Merging what waits, and never losing or doubling a token."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,15 @@ async def test_a_lost_tail_is_an_error() -> None:
     collector.put(0, "a", 0, [1])
     with pytest.raises(WrongFrame):
         collector.finish(0, finished(2))
+
+
+@pytest.mark.parametrize("reason", [0, 4, 6, 7, 99])
+async def test_an_end_for_no_reason_is_an_error(reason: Any) -> None:
+    """An error without an error, a reason of engines, one that gateways find themselves, and one that there is not."""
+    collector = Collector(1)
+    with pytest.raises(WrongFrame, match="no reason to finish"):
+        collector.finish(0, RequestFinished(reason=reason))
+    assert not collector.done
 
 
 async def test_one_error_ends_all_and_the_first_stays() -> None:

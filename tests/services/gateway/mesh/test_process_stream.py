@@ -1,11 +1,19 @@
-"""What a stream to an output processor sends, in which order."""
+"""What a stream to an output processor sends, in which order, and what it believes."""
+
+from math import nan
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
-from tokenloom.v1.output_processor_pb2 import ProcessInput, Submit
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, SlotTextLogprobs, Submit
+from tokenloom.v1.types_pb2 import Logprobs
 
 
 class Sent:
@@ -58,3 +66,31 @@ async def test_a_request_that_begins_after_one_that_resumes_comes_after_it() -> 
     first, second = sent.messages
     assert (len(first.resume), len(first.submit)) == (1, 0)
     assert (len(second.submit), len(second.resume)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": []},
+        {"logprob": []},
+        {"sampled": [nan]},
+        {"token_id": [9]},
+        {"sampled_text": []},
+        {"token_text": [b"a", b"b"]},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+async def test_log_probabilities_that_are_none_are_not_believed(wrong: dict[str, Any]) -> None:
+    owner: Any = SimpleNamespace(vocab_size=9)
+    texts: dict[str, Any] = {"sampled_text": [b"a"], "token_text": [b"a"]}
+    columns: dict[str, Any] = {"sampled": [-1.0], "rank": [1], "top": 1, "token_id": [8], "logprob": [-1.0]}
+
+    def frame(**fields: Any) -> ProcessFrame:
+        texts_of = {name: fields.get(name, value) for name, value in texts.items()}
+        columns_of = {name: fields.get(name, value) for name, value in columns.items()}
+        return ProcessFrame(logprobs=[SlotTextLogprobs(logprobs=Logprobs(**columns_of), **texts_of)])
+
+    stream = ProcessStream(owner)
+    list(stream.receive(frame()))
+    with pytest.raises(WrongFrame, match="log probabilities"):
+        list(stream.receive(frame(**wrong)))

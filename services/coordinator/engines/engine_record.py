@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import NoReturn
 
 from tokenloom.request.errors import Aborted, FailedPrecondition, InvalidArgument
+from tokenloom.services.runtime.peers.hello import MAX_REVISION
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.placement.prefix_homes import name_hash
@@ -39,8 +40,6 @@ OTHER_WEIGHTS = "other_weights"
 MAX_REQUESTS = 1 << 24
 """Bound of each count of requests. It is far above what an engine holds, and scores of four times as many, with the
 coordinator's own picks, fit into 32 bits."""
-MAX_REVISION = 1 << 62
-"""Bound of the revisions and incarnations that are believed: each coordinator must be able to give larger ones."""
 MAX_BLOCK_SIZE = 1 << 20
 """Bound of the tokens of a block: tokens of all blocks, of which there are less than 2^32, fit into 64 bits."""
 

@@ -11,7 +11,7 @@ import grpc.aio
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import Aborted, FailedPrecondition, Unavailable
 from tokenloom.request.wire_errors import of_exception
-from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
+from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, MAX_REVISION, check_hello
 from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
@@ -169,6 +169,7 @@ class CoordinatorLink:
             async with asyncio.timeout(HELLO_SECONDS):
                 answer = await _read(call)
             check_hello(answer.hello)
+            _check(answer)
             log.info("joined coordinator %s", answer.hello.peer_id)
             self._absence = ""
             self._note_refusal("", commands)
@@ -226,6 +227,7 @@ class CoordinatorLink:
     async def _read_commands(self, call: _Call, commands: Commands) -> NoReturn:
         while True:
             command = await _read(call)
+            _check(command)
             self._keep_interval(command)
             if command.HasField("adapters"):
                 commands.change_adapters(command.adapters)
@@ -281,6 +283,12 @@ async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:
     """Write a report, unless the call has ended; reading from the call then raises the reason."""
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.write(report)
+
+
+def _check(command: coordinator_pb2.EngineCommand) -> None:
+    """Raise ``Unavailable`` for what no coordinator takes back: an engine that believed it could never join again."""
+    if max(command.incarnation, command.desired.revision) >= MAX_REVISION:
+        raise Unavailable(f"the coordinator sent an incarnation or a revision that is not below {MAX_REVISION}")
 
 
 async def _read(call: _Call) -> coordinator_pb2.EngineCommand:

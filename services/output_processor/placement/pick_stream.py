@@ -156,7 +156,7 @@ class PickStream:
         self._timer = loop.call_at(self._look_at, self._look)
 
     def _settle(self, result: PickResult) -> None:
-        if not self._waiting:
+        if not self._num_unanswered:  # picks that wait may not have been sent yet
             raise errors.Internal("the coordinator sent more answers than it was asked for")
         future, _ = self._waiting.popleft()
         self._num_unanswered -= 1

@@ -22,6 +22,10 @@ NO_CREDIT_SECONDS = SILENCE_SECONDS
 HELLO_SECONDS = SILENCE_SECONDS
 """How long a peer may take to send its Hello."""
 
+MAX_REVISION = 1 << 62
+"""Bound of the revisions and incarnations that engines and coordinators believe of each other: each coordinator must be
+able to give larger ones."""
+
 PACKED_IDS = "packed_token_ids"
 """Names the feature of a hello whose sender reads ``Prompt.packed_token_ids``."""
 

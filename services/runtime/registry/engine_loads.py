@@ -34,6 +34,15 @@ _OF_REPORT = (
 _GETTERS = [(column, attrgetter(field)) for column, field in _OF_REPORT]
 
 
+_COLUMNS = ("age_milliseconds", *(column for column, _ in (*_OF_ENTRY, *_OF_REPORT)))
+
+
+def fit_together(loads: EngineLoads) -> bool:
+    """Return whether every column has a row for each engine, or none."""
+    lengths = {0, len(loads.number)}
+    return all(len(getattr(loads, column)) in lengths for column in _COLUMNS)
+
+
 def loads_of(reports: Sequence[EngineReport], **columns: Sequence[float]) -> EngineLoads:
     """Return the loads of engines, a row for each. ``columns``: those that are not read from the reports."""
     loads = EngineLoads(**columns)  # type: ignore[arg-type]  # whole numbers where the column has them

@@ -19,7 +19,7 @@ from tokenloom.v1.coordinator_pb2 import (
 )
 from tokenloom.v1.types_pb2 import Adapter
 
-from .engine_loads import set_loads
+from .engine_loads import fit_together, set_loads
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ class RegistryView:
 
     def take(self, message: Snapshot) -> bool:
         """Apply the next message; the view keeps it, so the caller must not change it. Returns False for a change to
-        another revision than this view has: the watcher missed a message and has to watch again."""
+        another revision than this view has: the watcher missed a message and has to watch again. Raises ``ValueError``
+        for columns that do not fit together."""
         if not message.base_revision:
             self._replace(message)
             return True
@@ -131,6 +132,10 @@ class RegistryView:
         self._take_header(message)
 
     def _change(self, message: Snapshot) -> bool:
+        # Here and not where the loads are read: that is in the middle of a request, which would fail, and so would the
+        # next one.
+        if not fit_together(message.loads):
+            raise ValueError("the loads of the engines differ in number")
         header = self.complete, self.pd_threshold
         for name in message.left:
             self._remove(name)

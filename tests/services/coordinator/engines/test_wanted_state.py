@@ -12,14 +12,10 @@ from tokenloom.request.errors import (
     Unavailable,
     WeightsReplaced,
 )
-from tokenloom.services.coordinator.engines.engine_record import (
-    MAX_REVISION,
-    SILENT_SECONDS,
-    EngineRecord,
-    check_report,
-)
+from tokenloom.services.coordinator.engines.engine_record import SILENT_SECONDS, EngineRecord, check_report
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.engines.wanted_state import MAX_PATH, MAX_SETTINGS, Predecessor, WantedState
+from tokenloom.services.runtime.peers.hello import MAX_REVISION
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,

@@ -199,3 +199,15 @@ async def test_an_answer_that_cannot_be_ends_its_stream_only(socket_dir: Path, m
             await picks.pick(PickRequest(role=BOTH, prompt_tokens=1))
         await until(picks, is_open=True)
         assert (await picks.pick(PickRequest(role=BOTH, prompt_tokens=1))).engine.engine_id == "a"
+
+
+async def test_an_answer_that_was_not_asked_for_is_no_answer_to_a_pick_that_waits() -> None:
+    """It took the place of a pick that was not sent yet, and the next suspension found fewer picks than it counted."""
+    picks = PickStream(CoordinatorStub(open_channel("unix:/none")))
+    picks.is_open = True
+    waiting = picks.pick(PickRequest(role=BOTH))
+    with pytest.raises(errors.Internal, match="more answers"):
+        picks._settle(PickResult())
+    picks.suspend()
+    with pytest.raises(errors.Unavailable):
+        await waiting

@@ -1,5 +1,7 @@
 """Tests the view that watchers keep of the registry, message by message."""
 
+import pytest
+
 from tests.services.runtime.registry.loads import load_of
 from tokenloom.services.runtime.registry.engine_loads import clear_load, set_loads
 from tokenloom.services.runtime.registry.registry_view import RegistryView
@@ -45,6 +47,16 @@ def viewing(*entries: EngineEntry) -> RegistryView:
     view = RegistryView()
     assert view.take(whole(*entries))
     return view
+
+
+@pytest.mark.parametrize("column", ["running", "age_milliseconds", "score"])
+def test_loads_of_fewer_engines_than_are_named_are_refused_when_they_come(column: str) -> None:
+    """Read later, in the middle of a request, they ended it, and each one after it."""
+    view = viewing(entry("a", 1), entry("b", 2))
+    with pytest.raises(ValueError, match="differ in number"):
+        view.take(change(1, loads=EngineLoads(number=[1, 2], **{column: [5]})))
+    assert [each.report.running for each in view.engines] == [0, 0]
+    assert view.take(change(1, loads=EngineLoads(number=[1, 2], **{column: [5, 6]})))
 
 
 def test_the_columns_carry_every_count_and_nothing_else() -> None:

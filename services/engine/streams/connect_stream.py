@@ -16,7 +16,6 @@ from tokenloom.engine_core.data.messages import (
     EngineCoreOutput,
     ErrorKind,
     FinishReason,
-    Logprobs,
     PrefillStats,
 )
 from tokenloom.request import errors, validation, wire_errors
@@ -32,7 +31,7 @@ from ..kv.kv_front import KVFront
 from ..records.attempt import Attempt, AttemptKV, AttemptMedia, AttemptTimes, TokenCounts
 from ..records.core_request import to_core_request
 from ..records.load import LoadTracker
-from .frame_builder import FrameBuilder, FramePace
+from .frame_builder import FrameBuilder, FramePace, wire_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +155,9 @@ class Attempts:
         if output.kv_granted_tokens:
             self._builder.grant(attempt.slot, self._kv_source(attempt, output.kv_granted_tokens))
         if output.new_prompt_logprobs is not None:
-            self._builder.add_prompt(attempt.slot, _wire_logprobs(output.new_prompt_logprobs))
+            self._builder.add_prompt(attempt.slot, output.new_prompt_logprobs)
         if output.new_token_ids:
-            logprobs = _wire_logprobs(output.new_logprobs) if output.new_logprobs is not None else None
+            logprobs = wire_logprobs(output.new_logprobs) if output.new_logprobs is not None else None
             self._builder.add_tokens(attempt.slot, output.token_index, output.new_token_ids, logprobs)
             attempt.tokens.output = output.token_index + len(output.new_token_ids)
         if output.pooled is not None:
@@ -263,16 +262,6 @@ class Attempts:
             lease_id=attempt.kv.lease_id,
             num_tokens=num_tokens,
         )
-
-
-def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:
-    return types_pb2.Logprobs(
-        sampled=logprobs.sampled,
-        rank=logprobs.rank,
-        top=logprobs.top,
-        token_id=logprobs.token_ids,
-        logprob=logprobs.logprobs,
-    )
 
 
 def _failure(output: EngineCoreOutput) -> errors.TokenloomError:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.request import logprob_columns
 from tokenloom.v1 import engine_pb2, types_pb2
 
@@ -22,11 +23,24 @@ _TOKEN_BYTES = 5
 _LOGPROBS_BYTES = 48  # of one slot, without its positions
 _POSITION_BYTES = 9  # a float and a rank; an alternative (a float and a token id) has the same size
 _POOLED_BYTES = 64  # of one part without its numbers
+# Of the log probabilities of prompts in one frame. Each of the 14,000 becomes a text in the output processor, whose
+# event loop serves nobody else meanwhile: the 2,097,152 that one request may have took 0.6 s, these take 5 ms.
+_PROMPT_BYTES = 1 << 17
 _MIN_MESSAGE_BYTES = 1024
 _UNWANTED = (
     types_pb2.FINISH_REASON_ABORT,
     types_pb2.FINISH_REASON_ERROR,
 )  # data of such a slot that was not sent yet is dropped
+
+
+def wire_logprobs(logprobs: Logprobs, start: int = 0, stop: int | None = None) -> types_pb2.Logprobs:
+    """Return the positions from ``start`` up to ``stop`` as a message; all of them without ``stop``."""
+    sampled, rank, top = logprobs.sampled, logprobs.rank, logprobs.top
+    token_ids, values = logprobs.token_ids, logprobs.logprobs
+    if stop is not None:  # an output token's columns are taken whole: this runs for each of them
+        sampled, rank = sampled[start:stop], rank[start:stop]
+        token_ids, values = token_ids[start * top : stop * top], values[start * top : stop * top]
+    return types_pb2.Logprobs(sampled=sampled, rank=rank, top=top, token_id=token_ids, logprob=values)
 
 
 class _Row(msgspec.Struct):
@@ -58,7 +72,7 @@ class FrameBuilder:
         self._num_with_logprobs = 0  # upper bound of the rows with log probabilities
         self._finished: dict[int, engine_pb2.Finished] = {}
         self._grants: dict[int, engine_pb2.KVGrant] = {}
-        self._prompts: dict[int, tuple[int, types_pb2.Logprobs]] = {}  # with the position of the first
+        self._prompts: dict[int, tuple[int, Logprobs]] = {}  # with the number of positions that were taken
         # Results of pooling requests with the number of values already taken; the slots are in `_finished`, too.
         self._pooled: dict[int, tuple[npt.NDArray[np.float32], int]] = {}
         self.is_urgent = False
@@ -89,9 +103,9 @@ class FrameBuilder:
             assert row.logprobs is not None, f"slot {slot}: only some of its tokens have log probabilities"
             logprob_columns.extend(row.logprobs, logprobs)
 
-    def add_prompt(self, slot: int, logprobs: types_pb2.Logprobs) -> None:
+    def add_prompt(self, slot: int, logprobs: Logprobs) -> None:
         """Add the log probabilities of the prompt from its second token on, once, before the slot's tokens."""
-        self._prompts[slot] = 1, logprobs
+        self._prompts[slot] = 0, logprobs
         self.is_urgent = True
 
     def add_pooled(self, slot: int, result: npt.NDArray[np.float32]) -> None:
@@ -244,17 +258,18 @@ class FrameBuilder:
 
     def _take_prompts(self, bytes_left: int) -> list[engine_pb2.SlotLogprobs]:
         """Return as many positions of prompts' log probabilities as fit, at least one."""
+        bytes_left = min(bytes_left, _PROMPT_BYTES)
         taken: list[engine_pb2.SlotLogprobs] = []
         prompts, self._prompts = self._prompts, {}
         for slot, (start, logprobs) in prompts.items():
-            size = logprob_columns.num_positions(logprobs)
+            size = len(logprobs.sampled) - start
             per_position = _POSITION_BYTES * (1 + logprobs.top)
             count = min(size, max((bytes_left - _LOGPROBS_BYTES) // per_position, 0 if taken else 1))
             if count < size:
-                self._prompts[slot] = start + count, logprob_columns.part(logprobs, count, size)
-                logprobs = logprob_columns.part(logprobs, 0, count)
+                self._prompts[slot] = start + count, logprobs
             if count > 0:
-                taken.append(_slot_logprobs(slot, start, logprobs, of_prompt=True))
+                part = wire_logprobs(logprobs, start, start + count)
+                taken.append(_slot_logprobs(slot, 1 + start, part, of_prompt=True))
                 bytes_left -= _LOGPROBS_BYTES + per_position * count
         return taken
 

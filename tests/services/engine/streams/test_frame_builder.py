@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.services.engine.peer import Received
+from tokenloom.engine_core.data import messages
 from tokenloom.request import logprob_columns
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder
 from tokenloom.v1.engine_pb2 import Finished
@@ -161,6 +162,25 @@ def logprobs(count: int, top: int, first: int = 0) -> Logprobs:
     )
 
 
+def of_core(columns: Logprobs) -> messages.Logprobs:
+    return messages.Logprobs(
+        list(columns.sampled), list(columns.rank), columns.top, list(columns.token_id), list(columns.logprob)
+    )
+
+
+def test_log_probabilities_of_a_long_prompt_come_in_small_frames() -> None:
+    """All at once, they kept an output processor from its other streams for half a second."""
+    builder, told = FrameBuilder(64 << 20), logprobs(5000, 20)
+    builder.add_prompt(1, of_core(told))
+    builder.add_tokens(1, 0, [7])
+    assert builder.is_urgent
+    received = drain(builder)
+    assert received.prompt_logprobs == {1: told}
+    assert received.token_ids == {1: [7]}
+    assert len(received.frames) >= 8
+    assert max(frame.ByteSize() for frame in received.frames) <= 1 << 17
+
+
 def test_log_probabilities_merge_with_their_tokens() -> None:
     builder = FrameBuilder()
     builder.add_tokens(1, 0, [7], logprobs(1, 2))
@@ -182,7 +202,7 @@ def test_frames_with_log_probabilities_fit_and_lose_nothing(
     builder = FrameBuilder(max_bytes)
     for slot, (count, top) in rows.items():
         if prompt:
-            builder.add_prompt(slot, logprobs(prompt, top))
+            builder.add_prompt(slot, of_core(logprobs(prompt, top)))
         builder.add_tokens(slot, 0, [2**32 - 1] * count, logprobs(count, top))
         builder.finish(Finished(slot=slot, num_output_tokens=count))
     received = drain(builder)
@@ -205,7 +225,7 @@ def test_a_stop_drops_later_log_probabilities() -> None:
 
 def test_what_was_aborted_tells_nothing_of_its_prompt() -> None:
     builder = FrameBuilder()
-    builder.add_prompt(1, logprobs(5, 1))
+    builder.add_prompt(1, of_core(logprobs(5, 1)))
     builder.finish(Finished(slot=1, reason=FINISH_REASON_ABORT))
     assert not builder.take(1).logprobs
     assert not builder.has_data

@@ -343,7 +343,7 @@ class LongTexts:
             if sum(map(len, missing)) <= SHORT_BYTES:
                 encoded = await run(self._encoder.encode_chunks, missing)
             else:
-                job = EncodeJob(EncodeRequest(texts=missing).SerializeToString())
+                job = EncodeJob(EncodeRequest(texts=missing, takes_packed_ids=True).SerializeToString())
                 encoded = await run(_packed, await self.processes.run(job))
         around = (cuts.prefix, cuts.suffix) if special else (b"", b"")
         prompt: TokenizedPrompt = await run(self._join, found, encoded, around, request)
@@ -393,4 +393,6 @@ class LongTexts:
 
 
 def _packed(response: bytes) -> list[bytes]:
-    return [packed_ids.pack(prompt.token_ids) for prompt in EncodeResponse.FromString(response).prompts]
+    # What is long was packed there: a million ids would become objects of Python here in one call, under the lock.
+    prompts = EncodeResponse.FromString(response).prompts
+    return [prompt.packed_token_ids or packed_ids.pack(prompt.token_ids) for prompt in prompts]

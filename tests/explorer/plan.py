@@ -16,7 +16,7 @@ class Fault(StrEnum):
     CRASH = "crash"
     """The process ends in the middle of an access, and another one begins with what is there."""
     FULL = "full"
-    """For a while there is no room."""
+    """For a while there is no room, or every change fails."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Plan:
         fault: What happens to the disk.
         fault_at: The number of the first access that it happens to.
         num_full: How many accesses find the disk full.
+        is_broken: They find it broken instead (EIO): nothing can be renamed or made durable either.
         by_priority: The task with the highest priority runs, as long as it can; otherwise each step is drawn.
         in_pieces: Threads pause at each access of the disk.
     """
@@ -54,6 +55,7 @@ class Plan:
     fault: Fault = Fault.NONE
     fault_at: int = -1
     num_full: int = 0
+    is_broken: bool = False
     by_priority: bool = False
     in_pieces: bool = False
 
@@ -65,6 +67,7 @@ class Plan:
         cancels = ", ".join(f"{number}{' late' * late}" for number, late in self.cancels.items()) or "none"
         order = "by priority" if self.by_priority else "drawn"
         fault = "" if self.fault is Fault.NONE else f", {self.fault} at access {self.fault_at}"
+        fault += " (EIO)" if self.is_broken else ""
         return f"order {order}, threads {'in pieces' if self.in_pieces else 'whole'}, cancelled awaits {cancels}{fault}"
 
 
@@ -82,7 +85,8 @@ def make_plan(seed: int, size: Size) -> Plan:
     at = turn if turn in singles else random.randrange(size.accesses)
     cancels = {} if turn in singles else _some(random.randrange(2), size.awaits, random)
     num_full = random.randint(1, _MAX_FULL) if kind == "full" else 0
-    return replace(plan, fault=Fault(kind), fault_at=at, num_full=num_full, cancels=cancels)
+    is_broken = kind == "full" and Random(f"broken {seed}").random() < 0.5  # so that the other draws stay as they were
+    return replace(plan, fault=Fault(kind), fault_at=at, num_full=num_full, is_broken=is_broken, cancels=cancels)
 
 
 def _cancels(turn: int, awaits: int, random: Random) -> dict[int, bool]:

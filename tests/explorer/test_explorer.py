@@ -71,6 +71,7 @@ def test_plans_cancel_at_every_await_and_interrupt_every_access() -> None:
     plans = [make_plan(seed, size) for seed in range(4 * max(size.awaits, size.accesses) + 8)]
     single = {next(iter(plan.cancels)) for plan in plans if len(plan.cancels) == 1 and plan.fault is Fault.NONE}
     assert single >= set(range(size.awaits))
+    assert {plan.is_broken for plan in plans if plan.fault is Fault.FULL} == {False, True}
     for fault in (Fault.CRASH, Fault.FULL):
         assert {plan.fault_at for plan in plans if plan.fault is fault} == set(range(size.accesses))
 

@@ -14,8 +14,11 @@ from .thread_calls import Crashed, pause_thread
 _COUNTED = re.compile(r"\.[0-9]+(?=\.)")
 """Numbers in names that count what the whole process has written, so that they differ from run to run."""
 _NEEDS_ROOM = ("open", "write", "mkdir")
+_REMOVES = ("unlink", "remove", "rmdir")
+"""They work on a broken disk too: what could not be removed is what a crash leaves, which the next start removes."""
 _BY_PATH = ("replace", "rename", "unlink", "remove", "mkdir", "rmdir", "link")
 _BY_DESCRIPTOR = ("write", "ftruncate", "fsync")
+_BROKEN = (*_NEEDS_ROOM, *(name for name in (*_BY_PATH, *_BY_DESCRIPTOR) if name not in _REMOVES))
 
 
 class _Last(Crashed):
@@ -32,7 +35,7 @@ class WatchedDisk:
     Attributes:
         num_accesses: Changes so far.
         may_be_full: The plan may let it be full from now on: a process that begins may refuse to begin then.
-        has_failed: Whether an access found the disk full.
+        has_failed: Whether an access found the disk full, or broken.
         is_off: The process has ended; nothing is changed any more.
     """
 
@@ -128,8 +131,9 @@ class WatchedDisk:
             self.is_off = True
             self._on_crash()
             raise _Last
-        is_full = plan.fault is Fault.FULL and self.may_be_full and name in _NEEDS_ROOM
-        if is_full and 0 <= number - plan.fault_at < plan.num_full:
-            self._note("    the disk is full")
+        fails = plan.fault is Fault.FULL and self.may_be_full and name in (_BROKEN if plan.is_broken else _NEEDS_ROOM)
+        if fails and 0 <= number - plan.fault_at < plan.num_full:
+            why = errno.EIO if plan.is_broken else errno.ENOSPC
+            self._note(f"    {os.strerror(why)}")
             self.has_failed = True
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            raise OSError(why, os.strerror(why), path)

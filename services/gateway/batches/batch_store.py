@@ -84,7 +84,12 @@ class BatchStore:
         data = sealed(msgspec.json.encode(batch))
 
         def write() -> None:
-            write_atomically(self._path(batch), data)
+            try:
+                write_atomically(self._path(batch), data)
+            except OSError:  # of the directory, after the name was there: its client, who was refused, sends it again
+                with contextlib.suppress(OSError):
+                    self._path(batch).unlink(missing_ok=True)
+                raise
             for old in dropped:
                 with contextlib.suppress(OSError):  # it is listed once more after a restart, and dropped later
                     os.unlink(self._path(old))

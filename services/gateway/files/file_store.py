@@ -1,5 +1,6 @@
 """Keeps the files of all tenants on disk, within the limits of each."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -289,9 +290,18 @@ class FileStore:
                 sha256=sha256,
             )
             # The description comes first: without the data it is dropped after a crash, and the call is repeated.
-            write_atomically(self.path(file_id + _DESCRIPTION), sealed(msgspec.json.encode(file)))
-            os.replace(path, self.path(file_id))
-            sync_directory(self._directory)
+            description, place = self.path(file_id + _DESCRIPTION), self.path(file_id)
+            try:
+                write_atomically(description, sealed(msgspec.json.encode(file)))
+                os.replace(path, place)
+                sync_directory(self._directory)
+            except OSError:
+                # A repeat must find the data where it was, and the next start no file that its client was refused.
+                with contextlib.suppress(OSError):
+                    description.unlink(missing_ok=True)
+                if not path.exists():
+                    os.replace(place, path)
+                raise
             return file
 
         def register(file: StoredFile | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.services.gateway.files.failing_disk import InlineThreads, Writes
 from tokenloom.request.errors import FailedPrecondition, NotFound, PayloadTooLarge, TokenloomError
+from tokenloom.services.gateway.files import file_store
 from tokenloom.services.gateway.files.disk import Disk
 from tokenloom.services.gateway.files.file_store import FileLimits, FileStore, StoredFile, new_file_id
 
@@ -84,6 +85,42 @@ async def test_a_file_that_cannot_be_removed_is_still_there(store: FileStore, mo
     with pytest.raises(NotFound):
         store.get(file.id, "t")
     assert not list(store.path("x").parent.iterdir())
+
+
+@pytest.mark.parametrize("name", ["replace", "sync"])
+async def test_data_whose_new_place_is_not_durable_stays_where_it_was(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The results of a batch were lost until the next start, and a file that was refused came back with it."""
+    file_id, calls, replace = new_file_id(), list[str](), os.replace
+    path = store.partial_path(file_id)
+    path.write_bytes(b"x" * 9)
+
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    def replaced(*names: Path) -> None:
+        calls.append(str(names[0]))
+        if len(calls) == 2:  # the first one is the description's
+            refuse()
+        replace(*names)
+
+    async def adopt() -> StoredFile | None:
+        with store.take("t") as room:
+            store.grow(room, "t", 9)
+            return await store.adopt(path, file_id, "t", name="n", purpose="batch_output", room=room)
+
+    with monkeypatch.context() as patch:
+        if name == "sync":
+            patch.setattr(file_store, "sync_directory", refuse)
+        else:
+            patch.setattr(os, "replace", replaced)
+        with pytest.raises(OSError, match="Input/output error"):
+            await adopt()
+    assert list(path.parent.iterdir()) == [path]
+    stored = await adopt()
+    assert stored is not None
+    assert store.of("t") == [stored]
 
 
 async def test_a_full_disk_gives_back_what_was_reserved(store: FileStore) -> None:

@@ -227,10 +227,11 @@ compat: install ## serve requests with meshes whose parts are of this and of the
 
 simulate: install ## run 10,000 seeds of the simulated mesh, with faults of every kind, and find the bugs that it must find
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2
+	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2 --chats --liars
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 	$(BIN)/python -m tests.simulation.waves --schedules 20000
 
-soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, what faults leave, two hours of requests (SOAK_SECONDS), malformed requests, replayed answers, frames and command lines, tiny models
+soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, what faults leave, operators beside faults, two hours of requests (SOAK_SECONDS), malformed requests, replayed answers, frames and command lines, tiny models
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
@@ -239,6 +240,7 @@ soak: install ## run random schedules of faults and of awaits, JSON schemas, exp
 	$(BIN)/python -m tests.explorer --seeds 10000 --jobs 2
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.ledger
+	$(BIN)/python -m tests.soak.administration
 	$(BIN)/python -m tests.soak.endurance --seconds $(SOAK_SECONDS)
 	$(BIN)/python -m tests.soak.waves
 	$(BIN)/python -m tests.soak.waves --experts

@@ -27,10 +27,12 @@ def main() -> int:
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     outcomes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
+    lies: Counter[str] = Counter()
     violated: list[int] = []
     for seed, result in zip(seeds, _results(seeds, arguments), strict=True):
         outcomes += result.outcomes
         faults.update(fault.kind for fault in result.happened)
+        lies += result.lies
         if result.violations:
             violated.append(seed)
         if result.violations or arguments.verbose:
@@ -39,6 +41,7 @@ def main() -> int:
     print(f"{len(seeds)} seeds in {seconds:.1f} s ({len(seeds) / seconds * 60:.0f} a minute)")
     print("requests:", *(f"{count:8} {outcome}" for outcome, count in outcomes.most_common()), sep="\n")
     print("faults:", *(f"{count:8} {kind}" for kind, count in faults.most_common()), sep="\n")
+    print(*(f"{count:8} lies: {kind}" for kind, count in lies.most_common()), sep="\n", end="\n" if lies else "")
     print(f"violated: {violated or 'none'}")
     return 1 if violated else 0
 
@@ -55,6 +58,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--chats", action="store_true", help="send chats and grammars, and kill what handles them")
     parser.add_argument("--states", action="store_true", help="serve a model that keeps a state")
     parser.add_argument("--images", action="store_true", help="send images, and kill what encodes them")
+    parser.add_argument("--liars", action="store_true", help="let processes send what none may send")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -71,6 +75,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 has_chats=arguments.chats,
                 has_states=arguments.states,
                 has_images=arguments.images,
+                has_liars=arguments.liars,
             )
         if result.violations:
             _show(result)
@@ -90,6 +95,7 @@ def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Re
         has_chats=arguments.chats,
         has_states=arguments.states,
         has_images=arguments.images,
+        has_liars=arguments.liars,
     )
     if jobs == 1:
         yield from map(run, seeds)

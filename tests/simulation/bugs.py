@@ -1,7 +1,7 @@
 """Bugs that the mesh once had or could have, put back one at a time: the simulation must find each of them soon."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,11 +17,14 @@ from tokenloom.services.coordinator.engines.wanted_state import WantedState
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.engine.core import row_loads
 from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
+from tokenloom.services.gateway.mesh import collector
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.gateway.mesh.tokenizer_client import CallRetries
+from tokenloom.services.gateway.mesh.tokenizer_client import CallRetries, TokenizerClient
 from tokenloom.services.output_processor.placement.engine_link import EngineLink
+from tokenloom.services.output_processor.request.sample_output import SampleOutput
+from tokenloom.services.runtime.registry import registry_view
 from tokenloom.services.tokenizer.render_worker import RenderJob
 from tokenloom.services.tokenizer.renderer import Renderer
 from tokenloom.v1.coordinator_pb2 import DesiredState
@@ -151,6 +154,15 @@ def _blind(salt: bytes, *_: object) -> bytes:
 
 _add, _begin, _begin_load = StateSlotPool.add, StateSlotPool.begin, StateSlotPool.begin_load
 
+
+def _believed(output: SampleOutput, token_index: int, token_ids: Sequence[int], logprobs: Any = None) -> Any:
+    """Take tokens as the next ones, wherever the engine says that they are."""
+    return _add_tokens(output, len(output.token_ids), token_ids, logprobs)
+
+
+_add_tokens = SampleOutput.add
+
+
 _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "schemas_fault": {(compiler, "_for_clients"): _schemas_fault},
     "no_wait": {(CallRetries, "pause"): _no_wait},
@@ -170,6 +182,10 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "blind_to_images": {(block_pool, "media_salt"): _blind},
     "lost_file_is_final": {(row_loads, "MediaLost"): Internal},
     "rows_stay": {(RowStore, "drop"): _nothing},
+    "believed_tokens": {(SampleOutput, "add"): _believed},
+    "believed_prompts": {(TokenizerClient, "_fits"): lambda *_: True},
+    "any_reason": {(collector, "_ENDS"): range(256)},
+    "torn_loads": {(registry_view, "fit_together"): lambda _: True},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }
 BUGS = tuple(_BUGS)

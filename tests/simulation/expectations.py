@@ -14,7 +14,7 @@ ENDS_REQUESTS = {("crash", "gateway")}
 have no effect on any answer."""
 PATIENT_SECONDS = 15.0
 """A request with at least so much time is judged: others may end because their time has run out."""
-_ENGINE_DEATHS = ("crash", "core_crash", "hang")
+_ENGINE_DEATHS = ("crash", "core_crash", "hang", "lie")
 """Kinds of faults that an engine's core does not survive."""
 _HELPER_DEATHS = {"helper_crash": 2, "helper_stop": NUM_HELPERS, "no_helper": 1}
 """How many processes that one conversation is rendered in can end by a fault."""
@@ -40,7 +40,8 @@ def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer)
     """Return whether a client may get this error of a fault: it says that another try may succeed. An answer whose
     gateway and output processor were both lost is lost, and so is one whose deadline passed while its client was away,
     or whose gateway died while a cut link, or a frozen host, kept it from its output processor; a request may be
-    blamed for two deaths of engines, and for three of the processes that render it."""
+    blamed for two deaths of engines, and for three of the processes that render it; it ends where only a process that
+    lies was left to run it."""
     if isinstance(error, EngineKiller):
         return sum(fault.kind in _ENGINE_DEATHS and _concerns(fault, "engine") for fault in happened) > 1
     if isinstance(error, RequestLost):
@@ -48,6 +49,8 @@ def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer)
             return True
         was_only_there = any(map(_ends_requests, happened)) and any(map(_keeps_from_output_processor, happened))
         return len(answer.gateways) > 1 and (was_only_there or any(map(_loses_requests, happened)))
+    if isinstance(error, Internal) and "again and again" in error.message:
+        return any(_leaves_liars_alone(fault, happened) for fault in happened)
     if isinstance(error, Internal):
         deaths = sum(_HELPER_DEATHS.get(fault.kind, 0) for fault in happened)
         return "while they rendered" in error.message and deaths >= MAX_DEATHS
@@ -61,7 +64,13 @@ def _concerns(fault: Fault, service: str) -> bool:
 def _loses_requests(fault: Fault) -> bool:
     """Return whether a fault makes output processors forget requests: one that is only cut off, slow or stopped still
     has them, and a client that resumes waits for it."""
-    return fault.kind in ("crash", "drain") and _concerns(fault, "output_processor")
+    return fault.kind in ("crash", "drain", "lie") and _concerns(fault, "output_processor")
+
+
+def _leaves_liars_alone(fault: Fault, happened: Sequence[Fault]) -> bool:
+    """Return whether a fault may have taken what did the work of a process that lies."""
+    liars = [each.target for each in happened if each.kind == "lie" and each is not fault]
+    return any(_concerns(fault, liar.rpartition("-")[0]) for liar in liars)
 
 
 def _keeps_from_output_processor(fault: Fault) -> bool:

@@ -12,6 +12,7 @@ SLOW_SECONDS = 0.15
 """How much longer every write from and to a slow part takes."""
 LOSS_SECONDS = 1.0
 """Within so many seconds a coordinator ends that has lost its lease."""
+RESTART_SECONDS = 0.3
 _SPARED = ("engine", "output_processor", "encoder")
 
 
@@ -127,6 +128,17 @@ async def _no_compiler(part: Part, lasts: float) -> None:
     compilers.may_start = True
 
 
+async def _lie(part: Part, lasts: float) -> None:
+    """What the process sends is wrong at times, until an operator ends it. It may find out itself that it is not like
+    the others, and end because of that."""
+    part.expects_failure = True
+    part.lie()
+    await asyncio.sleep(lasts)
+    part.kill()
+    await asyncio.sleep(RESTART_SECONDS)
+    await part.start()
+
+
 async def _slow(mesh: Mesh, fault: Fault) -> None:
     mesh.network.slow_down(fault.target, SLOW_SECONDS)
     await asyncio.sleep(fault.lasts)
@@ -166,11 +178,12 @@ _OF_LINKS: dict[str, Callable[[Mesh, Fault], Awaitable[None]]] = {
     "reset": _reset,
 }
 KINDS = (*_OF_PARTS, *_OF_LINKS)
-"""Every kind of fault, but those of helpers."""
+"""Every kind of fault, but those of helpers, and lies."""
 _OF_PARTS |= {
     "helper_crash": _helper_crash,
     "helper_stop": _helper_stop,
     "no_helper": _no_helper,
     "compiler_crash": _compiler_crash,
     "no_compiler": _no_compiler,
+    "lie": _lie,
 }

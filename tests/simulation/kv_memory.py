@@ -33,6 +33,8 @@ class MemoryTransport:
         """Do nothing: the reader copies on its own."""
 
     def open(self, endpoint: bytes, layout: str) -> "MemoryReader":
+        if endpoint not in self._pools.served:
+            raise KVTransferError("transport", "there is no such pool")
         owner, pool = self._pools.served[endpoint]
         if pool.layout != layout:
             raise KVTransferError("layout", "the layouts differ")

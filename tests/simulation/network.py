@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from .lies import Lies
 from .virtual_loop import Process, VirtualLoop
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ class Network:
     Attributes:
         num_frames: Writes so far.
         mean_delay: Seconds that a write takes on average.
+        lies: What processes say that lie.
     """
 
     def __init__(self, loop: VirtualLoop, random: Random, mean_delay: float) -> None:
         self.loop = loop
         self.mean_delay = mean_delay
         self.num_frames = 0
+        self.lies = Lies()
         self._random = random
         self._trace = hashlib.blake2b(digest_size=16)
         self._listening: dict[str, tuple[Process, Find]] = {}  # by address

@@ -101,9 +101,15 @@ class Part:
         if self.process is not None:
             self.thaw()
             process, self.process = self.process, None
+            self._network.lies.end(process)
             self._loop.kill(process)
             self._network.died(process)
             self._ended.set()
+
+    def lie(self) -> None:
+        """Let the present process say what is wrong, until it ends."""
+        if self.process is not None:
+            self._network.lies.begin(self.process, Random(f"lies {self._seed} {self.name}"))
 
     def freeze(self) -> None:
         """Send SIGSTOP."""

@@ -247,6 +247,20 @@ def with_chats(plan: Plan) -> Plan:
     return replace(pair, asks=asks, faults=sorted(faults, key=lambda each: each.at))
 
 
+def with_liars(plan: Plan) -> Plan:
+    """Return the plan with one process or several that lie for a while, each of another kind: an engine, an output
+    processor, one of two tokenizers, of which half of the requests need one, or the coordinator. Another part can do
+    what each of the others does."""
+    random = Random(f"liars {plan.seed}")
+    pair = replace(plan, num_tokenizers=2)
+    engines = [name for name, role in zip(plan.engines, plan.roles, strict=True) if plan.roles.count(role) > 1]
+    liars = [random.choice(names) for names in (engines, plan.output_processors, pair.tokenizers, plan.coordinators)]
+    chosen = random.sample(liars, random.choice((1, 1, 2, 4)))
+    lies = [Fault("lie", random.uniform(0.0, SECONDS), random.uniform(0.5, 4.0), name) for name in chosen]
+    asks = [replace(ask, is_chat=ask.is_chat or random.random() < 0.5) for ask in plan.asks]
+    return replace(pair, asks=asks, faults=sorted([*plan.faults, *lies], key=lambda each: each.at))
+
+
 def with_images(plan: Plan) -> Plan:
     """Return the plan with two encoders, and images in most prompts, of which many have the same tokens up to their
     image's end. The encoders are killed, stopped and cut off; some engines have hardly room for one image's rows."""

@@ -17,7 +17,7 @@ from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
 from .mesh import Mesh
 from .network import Network
-from .plan import Ask, Fault, Plan, make_plan, with_chats, with_images, with_standby, with_states
+from .plan import Ask, Fault, Plan, make_plan, with_chats, with_images, with_liars, with_standby, with_states
 from .virtual_loop import VirtualLoop
 
 
@@ -29,6 +29,7 @@ class Result:
         violations: What must not have happened; empty after a good run.
         happened: The faults of the plan that happened.
         outcomes: How many requests ended how.
+        lies: How many messages were lies, by their types.
         trace: Hash of every write of the run.
         seconds: Virtual seconds of the run.
     """
@@ -38,6 +39,7 @@ class Result:
     outcomes: Counter[str] = field(default_factory=Counter)
     happened: list[Fault] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    lies: Counter[str] = field(default_factory=Counter)
     trace: str = ""
     num_frames: int = 0
     seconds: float = 0.0
@@ -52,15 +54,18 @@ def run_seed(
     has_chats: bool = False,
     has_states: bool = False,
     has_images: bool = False,
+    has_liars: bool = False,
 ) -> Result:
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
     ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render. ``has_states``:
-    with a model that keeps a state. ``has_images``: with images, which encoders turn into rows."""
+    with a model that keeps a state. ``has_images``: with images, which encoders turn into rows.
+    ``has_liars``: with processes that send what none may send."""
     plan = make_plan(seed, kinds)
     plan = with_states(plan) if has_states else plan
     plan = with_administration(plan) if is_administered else plan
     plan = with_chats(plan) if has_chats else plan
     plan = with_images(plan) if has_images else plan
+    plan = with_liars(plan) if has_liars else plan
     return run_plan(with_standby(plan) if has_standby else plan)
 
 
@@ -111,6 +116,7 @@ def _run_plan(plan: Plan, result: Result, on_idle: Callable[[], object]) -> Virt
     result.violations += loop.failures
     result.seconds = loop.time() - began_at
     result.trace, result.num_frames = network.trace(), network.num_frames
+    result.lies = network.lies.told
     return loop
 
 

@@ -130,7 +130,7 @@ class Channel(grpc.aio.Channel):
     ) -> Any:
         def begin() -> LocalCall:
             opening = encode_frame(Kind.OPEN, method.encode())
-            serialize, deserialize = request_serializer, response_deserializer
+            serialize, deserialize = self._said(request_serializer), self._heard(response_deserializer)
             call = _LocalCall(opening, serialize, deserialize, MAX_MESSAGE_BYTES, self._calls.pop)
             self._calls[call] = None
             self._network.loop.call_soon(self._connect_stream, call)
@@ -191,6 +191,19 @@ class Channel(grpc.aio.Channel):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _said(self, serialize: Any) -> Any:
+        """Return what encodes the messages of this process, which may lie."""
+        return lambda message: serialize(self._network.lies.hear(self._process, message))
+
+    def _heard(self, deserialize: Any) -> Any:
+        """Return what decodes the messages of the process that listens there, which may lie."""
+
+        def hear(data: bytes) -> Any:
+            message, found = deserialize(data), self._network.find(self._address)
+            return message if found is None else self._network.lies.hear(found[0], message)
+
+        return hear
+
     def _connect_stream(self, call: LocalCall) -> None:
         if call.done():
             return
@@ -202,7 +215,7 @@ class Channel(grpc.aio.Channel):
         Pipe.connect(self._network, self._process, call, server, served)
 
     def _exchange(self, method: str, request: bytes, deserialize: Any, timeout: float | None) -> Exchange:
-        exchange = Exchange(method, request, deserialize)
+        exchange = Exchange(method, request, self._heard(deserialize))
         if timeout is not None:
             exchange.set_deadline(timeout)
         if (found := self._network.find(self._address)) is None:

@@ -21,6 +21,7 @@ ADMINISTERED_SEEDS = 12
 CHAT_SEEDS = 12
 STATE_SEEDS = 12
 IMAGE_SEEDS = 12
+LIAR_SEEDS = 24
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -84,6 +85,20 @@ def test_a_seed_with_images_repeats() -> None:
 def test_a_bug_of_helpers_that_is_put_back_is_found(bug: str) -> None:
     with reintroduced(bug):
         assert any(run_seed(seed, has_chats=True).violations for seed in range(200))
+
+
+@pytest.mark.parametrize("seed", range(LIAR_SEEDS))
+def test_processes_that_lie_cost_no_answer(seed: int) -> None:
+    """Engines, output processors and tokenizers send what none may send: others continue, with the right tokens."""
+    result = run_seed(seed, has_liars=True)
+    assert not result.violations
+    assert result.lies or "lie" not in {fault.kind for fault in result.happened}
+
+
+@pytest.mark.parametrize("bug", ["believed_tokens", "believed_prompts", "any_reason", "torn_loads"])
+def test_a_lie_that_is_believed_is_found(bug: str) -> None:
+    with reintroduced(bug):
+        assert any(run_seed(seed, has_liars=True).violations for seed in range(200))
 
 
 def test_requests_leave_no_reference_cycles() -> None:

@@ -15,6 +15,7 @@ from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, Fingerprint
 
 from .encoders import expand
+from .reference import VOCAB_SIZE
 
 START_SECONDS = 0.25
 RENDER_SECONDS = 0.004
@@ -98,7 +99,7 @@ class SimulatedTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def GetTokenizerInfo(self, request: object, context: object) -> tokenizer_pb2.GetTokenizerInfoResponse:
         kinds = [MEDIA_KIND_IMAGE]
         return tokenizer_pb2.GetTokenizerInfoResponse(
-            fingerprint=self._fingerprint, max_token_bytes=16, media_kinds=kinds
+            fingerprint=self._fingerprint, vocab_size=VOCAB_SIZE, max_token_bytes=16, media_kinds=kinds
         )
 
     async def EncodeChat(self, request: Any, context: object) -> tokenizer_pb2.EncodeChatResponse:

@@ -35,6 +35,18 @@ _TINY = _COMMON | {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+_QWEN3_5 = _COMMON | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny-fp32": _TINY | {"torch_dtype": "float32"},
     "tiny-bf16": _TINY | {"torch_dtype": "bfloat16"},
@@ -68,6 +80,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 500_000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
+    },
+    "qwen3.5-0.8b": _QWEN3_5
+    | {
+        "vocab_size": 248_320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+    },
+    # An eighth of the layers, whose shares of a prompt's time are those of all, and a vocabulary that takes none of it.
+    "qwen3.5-4b-part": _QWEN3_5
+    | {
+        "vocab_size": 4096,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
     },
 }
 """The shapes: names and configurations."""
@@ -118,24 +153,44 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return the tensors' names in transformers and their shapes."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    has_gates = config["model_type"] == "qwen3_5_text"
+    kinds = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
-        yield prefix + "self_attn.q_proj.weight", (queries, hidden)
-        yield prefix + "self_attn.k_proj.weight", (keys, hidden)
-        yield prefix + "self_attn.v_proj.weight", (keys, hidden)
-        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
-        if config["model_type"] == "qwen3":
-            yield prefix + "self_attn.q_norm.weight", (head,)
-            yield prefix + "self_attn.k_norm.weight", (head,)
+        if kinds[layer] == "linear_attention":
+            yield from _delta_shapes(config, f"{prefix}linear_attn.")
+        else:
+            yield prefix + "self_attn.q_proj.weight", ((1 + has_gates) * queries, hidden)
+            yield prefix + "self_attn.k_proj.weight", (keys, hidden)
+            yield prefix + "self_attn.v_proj.weight", (keys, hidden)
+            yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+            if config["model_type"] in ("qwen3", "qwen3_5_text"):
+                yield prefix + "self_attn.q_norm.weight", (head,)
+                yield prefix + "self_attn.k_norm.weight", (head,)
         yield prefix + "mlp.gate_proj.weight", (inner, hidden)
         yield prefix + "mlp.up_proj.weight", (inner, hidden)
         yield prefix + "mlp.down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _delta_shapes(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Return those of a gated delta net."""
+    hidden, heads, size = config["hidden_size"], config["linear_num_value_heads"], config["linear_value_head_dim"]
+    keys, values = config["linear_num_key_heads"] * config["linear_key_head_dim"], heads * size
+    yield prefix + "in_proj_qkv.weight", (2 * keys + values, hidden)
+    yield prefix + "in_proj_z.weight", (values, hidden)
+    yield prefix + "in_proj_a.weight", (heads, hidden)
+    yield prefix + "in_proj_b.weight", (heads, hidden)
+    yield prefix + "conv1d.weight", (2 * keys + values, 1, config["linear_conv_kernel_dim"])
+    yield prefix + "A_log", (heads,)
+    yield prefix + "dt_bias", (heads,)
+    yield prefix + "norm.weight", (size,)
+    yield prefix + "out_proj.weight", (hidden, values)
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:

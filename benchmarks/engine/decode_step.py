@@ -1,4 +1,5 @@
-"""Measures how close a decode step comes to the machine's limit: the time to read weights and KV once."""
+"""Measures how close a decode step comes to the machine's limit: the time to read weights and KV once, and to read and
+write the states of layers that keep one."""
 
 import statistics
 import time
@@ -81,8 +82,9 @@ def _row(
     after = read_bandwidth(threads)
     context = options.context + _WARM_STEPS + options.steps / 2
     kv_bytes = config.kv_bytes_per_token * context * batch
+    state_bytes = 2 * config.state_bytes * batch
     bandwidth, step = (before + after) / 2, statistics.median(seconds)
-    bound = (num_weight_bytes + kv_bytes) / bandwidth
+    bound = (num_weight_bytes + kv_bytes + state_bytes) / bandwidth
     return {
         "batch": batch,
         "context": options.context,
@@ -93,6 +95,7 @@ def _row(
         "share_of_bandwidth": round(bound / step, 4),
         "weight_bytes": num_weight_bytes,
         "kv_bytes": round(kv_bytes),
+        "state_bytes": state_bytes,
         "bandwidth_before_gb_s": round(before / 1e9, 2),
         "bandwidth_after_gb_s": round(after / 1e9, 2),
         "decode_tokens_per_second": round(batch / step, 2),

@@ -54,7 +54,7 @@ def run_prefill(options: PrefillOptions) -> list[dict[str, Any]]:
     lengths = [length for length in options.lengths if length < config.max_model_len]
     if not lengths:
         return []
-    core = _core(options, max(lengths), threads)
+    core = prompt_core(options, max(lengths), threads)
     try:
         return [_row(core, options, config, length) for length in lengths]
     finally:
@@ -93,10 +93,10 @@ class Products:
 
 def _row(core: EngineCore, options: PrefillOptions, config: ModelConfig, length: int) -> dict[str, Any]:
     products, flops = Products(config, length), prefill_flops(options.model, config, length)
-    _timed_prompt(core, config, length, options.repeats)
+    timed_prompt(core, config, length, options.repeats)
     rates, seconds = [products.rate()], list[float]()
     for repeat in range(options.repeats):
-        seconds.append(_timed_prompt(core, config, length, repeat))
+        seconds.append(timed_prompt(core, config, length, repeat))
         rates.append(products.rate())
     step = statistics.median(seconds)
     around = [statistics.mean(pair) for pair in itertools.pairwise(rates)]
@@ -112,7 +112,8 @@ def _row(core: EngineCore, options: PrefillOptions, config: ModelConfig, length:
     }
 
 
-def _timed_prompt(core: EngineCore, config: ModelConfig, length: int, seed: int) -> float:
+def timed_prompt(core: EngineCore, config: ModelConfig, length: int, seed: int) -> float:
+    """Return the seconds of a prompt of ``length`` tokens, until its first token is there."""
     (prompt,) = make_prompts(DatasetOptions(num_prompts=1, input_len=length, seed=seed), config.vocab_size)
     sampling = CoreSamplingParams(max_tokens=1, seed=0, temperature=0.0)
     core.add_request(EngineCoreRequest(f"prefill-{length}-{seed}", prompt.token_ids, sampling))
@@ -122,7 +123,8 @@ def _timed_prompt(core: EngineCore, config: ModelConfig, length: int, seed: int)
     return time.perf_counter() - started
 
 
-def _core(options: PrefillOptions, longest: int, threads: int) -> EngineCore:
+def prompt_core(options: PrefillOptions, longest: int, threads: int) -> EngineCore:
+    """Return an engine that computes one prompt of up to ``longest`` tokens in one step, and keeps nothing of it."""
     engine = EngineConfig(
         worker=WorkerConfig(
             model=str(options.model),

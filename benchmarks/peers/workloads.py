@@ -43,11 +43,12 @@ WORKLOADS = {
         Workload("long-prompt", requests=1, shared=0, unique=512, output=8),
         Workload("batch", requests=32, shared=0, unique=128, output=128),
         Workload("shared-prefix", requests=32, shared=512, unique=32, output=32),
+        Workload("first-token", requests=1, shared=0, unique=2048, output=2),
         Workload("lora", requests=8, shared=0, unique=32, output=32, adapters=4),
     )
 }
-DEFAULT_WORKLOADS = tuple(name for name, workload in WORKLOADS.items() if not workload.adapters)
-"""The workloads that need nothing but the checkpoint."""
+DEFAULT_WORKLOADS = ("single-stream", "long-prompt", "batch", "shared-prefix")
+"""The workloads that need nothing but a checkpoint with a context of 1,024 tokens."""
 LORA_RANK = 16
 """Rank of the adapters of a workload."""
 

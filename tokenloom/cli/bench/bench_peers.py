@@ -33,7 +33,11 @@ def peers(
         typer.Option(help="Folder of environments named after engines; every ROOT/ENGINE/bin/python is used."),
     ] = None,
     workload: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)} [default: all but lora, which needs MODEL-lora].")
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(WORKLOADS)} [default: all but first-token, of 2,048 tokens, and lora, which needs "
+            "MODEL-lora]."
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds, in each of which every engine runs once.")] = 3,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads of each engine; 0: all cores.")] = 0,
@@ -69,7 +73,9 @@ def peers(
 
 
 def model(
-    shape: Annotated[str, typer.Argument(help="tiny-fp32, tiny-bf16 or qwen3-0.6b.")],
+    shape: Annotated[
+        str, typer.Argument(help="tiny-fp32, tiny-bf16, qwen3-0.6b, llama-8b, qwen3.5-0.8b or qwen3.5-4b-part.")
+    ],
     directory: Annotated[Path, typer.Argument(file_okay=False, help="Where to write the checkpoint.")],
     adapters: Annotated[int, typer.Option(min=0, help="LoRA adapters to write to DIRECTORY-lora.")] = 0,
 ) -> None:

@@ -2,14 +2,20 @@
 
 Entries, shapes and orders are those of ``lfm2.py``, ``qwen.py``, ``mamba.py``, ``granite.py``, ``falcon_h1.py``,
 ``nemotron.py`` and ``kimi_linear.py`` in ``conversion`` of ggml-org/llama.cpp.
+
+    python -m tests.gpu_worker.checkpoint.gguf.state_models MODEL qwen35
+
+writes ``MODEL-bf16.gguf`` from a checkpoint, without a tokenizer, for ``tokenloom bench peers`` with llama.cpp.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 
 from tests.gpu_worker.checkpoint.gguf.files import encode
@@ -307,11 +313,9 @@ ENTRIES: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def write(
-    path: Path, architecture: str, model: Any, kind: Kind, changed: Mapping[str, int | float | list[int]] | None = None
-) -> Path:
+def write(path: Path, architecture: str, model: Any, kind: Kind, changed: Mapping[str, Any] | None = None) -> Path:
     """Write ``model`` with its matrices in ``kind``, and give it the numbers that the file stands for. ``changed``:
-    entries beside, or instead of, those of the model."""
+    entries beside, or instead of, those of the model: numbers, texts and lists of numbers."""
     _, known, describe, convert = ARCHITECTURES[architecture]
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -324,8 +328,8 @@ def write(
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     describe(writer, model)
     for entry, value in (changed or {}).items():
-        add = writer.add_array if isinstance(value, list) else writer.add_uint32
-        (writer.add_float32 if isinstance(value, float) else add)(entry, value)
+        adds = {list: writer.add_array, float: writer.add_float32, str: writer.add_string}
+        adds.get(type(value), writer.add_uint32)(entry, value)
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     biases = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
     for name, tensor in [*model.named_parameters(), *biases]:
@@ -346,3 +350,13 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def main() -> None:
+    checkpoint, architecture = sys.argv[1:]
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).requires_grad_(False)
+    write(Path(f"{checkpoint}-bf16.gguf"), architecture, model, Kind.BF16, {"tokenizer.ggml.model": "none"})
+
+
+if __name__ == "__main__":
+    main()

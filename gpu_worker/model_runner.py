@@ -252,10 +252,10 @@ class ModelRunner:
         """Return the same from a recording; None: the step cannot be recorded."""
         if self._recordings is None:
             return None
-        # transformers' modules, and graphs of a GPU, change states where they are. The trial of a recording computes
-        # the step once more, for which ranks would have to meet.
-        is_apart = self._recordings.computes_every_step or not self._is_whole
-        if self._states is not None and (self._model.config.mixer is None or is_apart):
+        # transformers' modules change states where they are. The trial of a recording computes the step once more, for
+        # which ranks would have to meet.
+        is_tried = self._states is not None and not self._recordings.computes_every_step
+        if is_tried and (self._model.config.mixer is None or not self._is_whole):
             return None
         if self._routes is not None:
             if not self._recordings.computes_every_step:
@@ -288,7 +288,10 @@ class ModelRunner:
         token_ids, positions = self._to_device(inputs.token_ids), self._to_device(turned)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
-        return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds, inputs.states)
+        states = inputs.states
+        if states is not None and self._device.type != "cpu":
+            states = states.send(self._device)
+        return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds, states)
 
     def _make_prefill(self) -> "PrefillContext":
         from .attention.context_backend import PrefillContext  # here, so that a rank that is alone pays nothing for it
@@ -456,11 +459,12 @@ class ModelRunner:
     def record_ahead(self) -> None:
         """Record the steps whose recordings take long. No request may hold a block."""
         if self._recordings is not None and (self._routes is None or self._recordings.computes_every_step):
+            states = None if self._states is None else self._states.dummy_plan([1])
             if self._routes is None:
-                self._recordings.record_ahead(self._model, self.kv_caches)
+                self._recordings.record_ahead(self._model, self.kv_caches, states)
                 return
             self._routes.begin(keep_choices=False)  # graphs count the tokens of experts, too
-            self._recordings.record_ahead(self._model, self.kv_caches)
+            self._recordings.record_ahead(self._model, self.kv_caches, states)
             self._routes.end()
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .attention.attention_backend import AttentionBackend, KVCache
+from .attention.states import StatePlan
 from .batch.input_batch import InputBatch, StepInputs
 from .cpu_graphs.fixed_plan import make_fixed_plan
 from .cpu_graphs.recorded_model import MOST_TOKENS, RecordedModel
@@ -32,8 +33,9 @@ class StepRecordings(Protocol):
         draw, which hold until the next step; None: the step must be computed as ever. ``adapted``: rows have LoRA
         adapters, or the host reads the choices of experts."""
 
-    def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache]) -> None:
-        """Make the recordings that are worth it before the first request."""
+    def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache], states: StatePlan | None = None) -> None:
+        """Make the recordings that are worth it before the first request. ``states``: a plan over the model's slots;
+        None: its layers keep no state."""
 
     def event(self) -> Event | None:
         """Return what occurs when the latest step has ended; None: it has, or nothing says so."""

@@ -5,10 +5,12 @@ reads and the one that it writes, so that a snapshot, a fork and a hit copy noth
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from tokenloom.engine_core.data.scheduler_output import StateRun
 from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion
 
 from ..checkpoint.model_config import ModelConfig
+from ..device.device_link import copy_packed
 
 FROM_ZERO = -1
 """Stands for the slot of a run that begins a sequence: it reads none."""
@@ -79,6 +82,22 @@ def _places(config: ModelConfig, num_slots: int) -> list[_Place]:
     return [places[key] for key in sorted(places)]
 
 
+class SentRuns(NamedTuple):
+    """Holds the runs of a plan on a device, int32, and which of them follow each other.
+
+    A *chain* is the runs of one request: each but the first reads the slot that the one before it writes.
+    """
+
+    read: Tensor
+    written: Tensor
+    starts: Tensor
+    """[R + 1], ``cu_lens``."""
+    chains: Tensor
+    """[C + 1]: where the runs of each chain begin."""
+    most_tokens: int
+    """Of a chain."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePlan:
     """Holds the runs of a step's tokens, R in all, and the slots. The runs of a request follow each other."""
@@ -90,6 +109,8 @@ class StatePlan:
     cu_lens: Tensor
     """[R + 1] int32 on the host: where each run's tokens begin in the step."""
     layers: list[LayerStates | None]
+    sent: SentRuns | None = None
+    """The same on the device of the states, for kernels that read it there; None: they read the host's."""
 
     @property
     def num_slots(self) -> int:
@@ -105,6 +126,20 @@ class StatePlan:
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, dtype=torch.int32, out=cu_lens[1:])
         before, after = (torch.tensor(slots, dtype=torch.int32) for slots in (read, written))
         return cls(before, after, cu_lens, layers)
+
+    def arrays(self) -> list[npt.NDArray[np.int32]]:
+        """Return the arrays of :class:`SentRuns`, on the host."""
+        read, written, starts = (each.numpy() for each in (self.read, self.written, self.cu_lens))
+        # Dummy rows all have the slot that no request has, and do not follow each other.
+        spare = self.num_slots - 1 if self.layers else FROM_ZERO
+        begins = np.flatnonzero(np.concatenate(([True], (read[1:] != written[:-1]) | (read[1:] == spare))))
+        return [read, written, starts, np.append(begins, len(read)).astype(np.int32)]
+
+    def send(self, device: torch.device) -> "StatePlan":
+        """Return the plan with its runs on ``device``, too, by one copy."""
+        arrays = self.arrays()
+        most = int(np.diff(arrays[2][arrays[3]]).max(initial=0))
+        return replace(self, sent=SentRuns(*copy_packed(arrays, device), most))
 
 
 class StateSlots:

@@ -71,7 +71,7 @@ class RecordedModel:
         """Return how many sizes of steps are recorded."""
         return len(self._steps)
 
-    def record_ahead(self, model: StepModel, kv_caches: list[KVCache]) -> None:
+    def record_ahead(self, model: StepModel, kv_caches: list[KVCache], states: StatePlan | None = None) -> None:
         """Record nothing: the first step of a size takes hardly longer than others."""
 
     def event(self) -> None:

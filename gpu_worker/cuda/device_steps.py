@@ -2,7 +2,7 @@
 or operation by operation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
 from ..attention.grouped_backend import GroupedBackend
+from ..attention.states import SentRuns, StatePlan
 from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import DeviceLink, Event, to_device
 from ..models.model import LanguageModel, routes_of
 from ..sampler.device.sampling_arrays import SamplingRows
 from ..sampler.host.sampler import Purpose, uniform
-from .step_graphs import StepGraphs, StepPlans
-from .step_tensors import Capture, RowKernels, SentStep, StepSize, StepTensors, StepTools
+from .step_graphs import GraphSize, StepGraphs, StepPlans
+from .step_tensors import Capture, DecodedStates, RowKernels, SentStep, StepSize, StepTensors, StepTools
 
 Ints = npt.NDArray[np.int64]
 
@@ -156,6 +157,8 @@ class _Twin:
         return packed
 
 
+_OF_RUNS = ("states read", "states written", "state starts", "state chains")
+"""What is sent of the runs of states, in the order of ``SentRuns``."""
 _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -208,7 +211,7 @@ class DeviceSteps:
             self._graphs.forget()
 
     @torch.inference_mode()
-    def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache]) -> None:
+    def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache], states: StatePlan | None = None) -> None:
         """Compile the kernels that make the arrays of steps, and capture all graphs, over padding alone: compiling or
         capturing one takes seconds."""
         self._rows.write_again()
@@ -216,6 +219,8 @@ class DeviceSteps:
         starts, work = np.zeros(1, dtype=np.int32), np.zeros((0, 4), dtype=np.int32)
         routes = routes_of(model)
         can_capture = self._graphs is not None and (routes is None or routes.stay_on_device)
+        if states is not None:
+            can_capture = can_capture and self._lays_out(model, states)
         sizes = self._graphs.sizes if self._graphs is not None and can_capture else []
         self._prepare(self._buffers.send({**nothing, "starts": starts, "work": work}), StepSize(1, 1, 1))
         for size in sizes:
@@ -242,13 +247,16 @@ class DeviceSteps:
         size = None
         # The device knows one shift of a row, which holds behind its images; what is among them is sent.
         is_turned = inputs.rope is not None and inputs.rope.ndim > 1
-        if self._graphs is not None and not (adapted or inputs.embeds or is_turned):
+        has_graph = not (adapted or inputs.embeds or is_turned)
+        if inputs.states is not None:
+            has_graph = has_graph and is_decode and self._lays_out(model, inputs.states)
+        if self._graphs is not None and has_graph:
             size = self._graphs.size_for(num_tokens, num_requests, is_decode=is_decode)
         most_queries = size.step.tokens if size is not None and not is_decode else int(query_lens.max(initial=1))
         work, num_wide = self._plans.work(
             query_lens, inputs.seq_lens, most_queries, 0 if size is None else size.num_wide
         )
-        sent = self._send(inputs, work, None if is_decode else _logit_rows(inputs))
+        sent = self._send(inputs, work, None if is_decode else _logit_rows(inputs), size)
         exact = StepSize(num_tokens, num_requests, len(work))
         self._prepare(sent, exact if size is None else size.step)
         if len(inputs.sampled):
@@ -259,14 +267,25 @@ class DeviceSteps:
             logits = None
         else:
             assert self._graphs is not None, "a size comes from the graphs"
-            hidden, logits = self._graphs.run(size, model, kv_caches)
+            hidden, logits = self._graphs.run(size, model, kv_caches, sent.get("state slots"))
             hidden, logits = hidden[:num_tokens], None if logits is None else logits[:num_tokens]
         if logits is None:
             logits = _logits(model, hidden, sent.get("logit rows"))
         return hidden, logits
 
-    def _send(self, inputs: StepInputs, work: npt.NDArray[np.int32], logit_rows: Any) -> dict[str, Tensor]:
-        """Send a step, and what has changed in the rows, with one copy."""
+    def _lays_out(self, model: LanguageModel, states: StatePlan) -> bool:
+        """Return whether decodes of a model whose layers keep a state have graphs, and make what these read."""
+        # transformers' modules divide a step by its runs on the host, which no graph can repeat.
+        if self._graphs is None or model.config.mixer is None:
+            return False
+        if self._graphs.states is None:
+            self._graphs.states = DecodedStates.allocate(states, self._most_requests, self._device)
+        return True
+
+    def _send(
+        self, inputs: StepInputs, work: npt.NDArray[np.int32], logit_rows: Any, size: GraphSize | None
+    ) -> dict[str, Tensor]:
+        """Send a step, and what has changed in the rows, with one copy. ``size``: of the graph that computes it."""
         drawing = inputs.rows[inputs.sampled]
         arrays: dict[str, npt.NDArray[Any]] = self._rows.changes()
         arrays |= {
@@ -284,10 +303,22 @@ class DeviceSteps:
             arrays["rope"] = inputs.rope
         if inputs.limits is not None:
             arrays["limits"] = inputs.limits.astype(np.int32)
+        if inputs.states is not None:
+            arrays |= self._state_arrays(inputs.states, size)
         # One copy: block tables, slots, ids and parameters went in up to six, some of them blocking.
         sent = self._buffers.send(arrays)
         self._rows.apply(sent)
         return sent
+
+    def _state_arrays(self, states: StatePlan, size: GraphSize | None) -> dict[str, npt.NDArray[np.int32]]:
+        """Return what is sent of the slots that a step reads and writes."""
+        if size is None:
+            return dict(zip(_OF_RUNS, states.arrays(), strict=True))
+        assert self._graphs is not None
+        assert self._graphs.states is not None, "a step with states has a graph only over slots that lie still"
+        slots = np.full((2, size.step.requests), self._graphs.states.spare, dtype=np.int32)
+        slots[:, : len(states.read)] = states.read.numpy(), states.written.numpy()
+        return {"state slots": slots}
 
     def _prepare(self, sent: dict[str, Tensor], padded: StepSize) -> None:
         step = SentStep(sent["rows"], sent["starts"], sent["lengths"], sent["token_ids"], sent["work"])
@@ -306,8 +337,11 @@ class DeviceSteps:
         tensors, num_tokens = self._tensors, len(inputs.token_ids)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, to_device(rows.copy(), self._device)) for start, rows in inputs.embeds]
-        positions = sent.get("rope", tensors.positions[:num_tokens])
-        return model.forward(tensors.token_ids[:num_tokens], positions, kv_caches, plan, embeds)
+        positions, states = sent.get("rope", tensors.positions[:num_tokens]), inputs.states
+        if states is not None:
+            most_tokens = int(np.diff(inputs.cu_query_lens).max(initial=0))
+            states = replace(states, sent=SentRuns(*(sent[name] for name in _OF_RUNS), most_tokens))
+        return model.forward(tensors.token_ids[:num_tokens], positions, kv_caches, plan, embeds, states)
 
 
 def _logit_rows(inputs: StepInputs) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ from ..attention.attention_backend import AttentionBackend, AttentionPlan, IntAr
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import PlanTensors, TritonBackend, WorkList, most_parts
 from ..models.model import LanguageModel, routes_of
-from .step_tensors import Capture, Graph, StepSize, StepTensors
+from .step_tensors import Capture, DecodedStates, Graph, StepSize, StepTensors
 
 # Steps with prompts have graphs too: a short chunk next to decodes made the whole step many single launches.
 MOST_TOKENS = 512
@@ -122,11 +122,14 @@ class StepGraphs:
         self._tokens = token_buckets(most.tokens)
         self._graphs: dict[GraphSize, Graph] = {}
         """Each results in the last hidden states [tokens, hidden_size], and of a decode in logits [tokens, vocab]."""
+        self.states: DecodedStates | None = None
+        """What graphs of decodes read where layers keep a state. Other steps have no graphs there, because their runs
+        are as many as their requests need."""
 
     @property
     def sizes(self) -> list[GraphSize]:
         """Return all sizes, the largest first, whose memory the others then share."""
-        mixed = [self._mixed(tokens) for tokens in self._tokens[::-1]]
+        mixed = [self._mixed(tokens) for tokens in self._tokens[::-1]] if self.states is None else []
         return mixed + [self._decode(rows) for rows in self._rows[::-1]]
 
     def size_for(self, num_tokens: int, num_requests: int, *, is_decode: bool) -> GraphSize | None:
@@ -148,18 +151,27 @@ class StepGraphs:
     def forget(self) -> None:
         """Drop all graphs: the weights or the KV caches are others from now on."""
         self._graphs.clear()
+        self.states = None
         self._capture.forget()
         OF_PROCESS.end(_NO_GRAPH)
 
     def record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> None:
         """Capture the graph of a size, if there is none. The tensors must hold a step of it, which may be padding."""
         if size not in self._graphs:
+            if self.states is not None:
+                self.states.clear()  # a capture computes the step, and the replay would then begin behind its tokens
             self._graphs[size] = self._record(size, model, kv_caches)
 
-    def run(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache], slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the step in the tensors, padded to ``size``. Returns the last hidden states [tokens, hidden_size] and
-        the logits, if it is a decode, [tokens, vocab]; both hold until the next step."""
+        the logits, if it is a decode, [tokens, vocab]; both hold until the next step. ``slots``: of its states, as
+        :meth:`DecodedStates.fill` takes them."""
         self.record(size, model, kv_caches)
+        if self.states is not None:
+            assert slots is not None, "the step has states"
+            self.states.fill(slots)
         graph = self._graphs[size]
         graph.replay()
         return graph.results[0], graph.results[1] if size.is_decode else None
@@ -167,13 +179,14 @@ class StepGraphs:
     def _record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> Graph:
         tensors, routes = self._tensors.part(size.step), routes_of(model)
         plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens, size.num_wide)
+        states = None if self.states is None else self.states.part(size.step.requests)
 
         def compute() -> list[Tensor]:
             if routes is not None:
                 # Behind the last request stands how many tokens the step has: experts compute none of the padding.
                 routes.num_real = tensors.query_starts[-1:]
             try:
-                hidden = model.forward(tensors.token_ids, tensors.positions, kv_caches, plan)
+                hidden = model.forward(tensors.token_ids, tensors.positions, kv_caches, plan, (), states)
             finally:
                 if routes is not None:
                     routes.num_real = None

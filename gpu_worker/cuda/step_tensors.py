@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from ..attention.states import SentRuns, StatePlan
 from ..device.device_link import DeviceArray, DeviceLink
 
 
@@ -70,6 +71,43 @@ class StepTensors:
             self.seq_lens[: size.requests],
             self.work[: size.entries],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedStates:
+    """Holds the slots of a step in which each row decodes a token, always in the same place. Padding reads and writes
+    the slot that no request has."""
+
+    plan: StatePlan
+    """Of as many rows as there may be."""
+    spare: int
+    """The slot of padding."""
+
+    @classmethod
+    def allocate(cls, states: StatePlan, most_rows: int, device: torch.device) -> Self:
+        """Allocate room for rows that are all padding. ``states``: any plan over the model's slots."""
+        spare = states.num_slots - 1
+        # Rounded up, so that the slots that are written begin at a multiple of 16 bytes, too.
+        count = -(-most_rows // 4) * 4
+        read, written = torch.full((2, count), spare, dtype=torch.int32, device=device).unbind()
+        starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+        return cls(StatePlan(read, written, starts, states.layers), spare)
+
+    def clear(self) -> None:
+        """Let all rows be padding."""
+        self.plan.read.fill_(self.spare)
+        self.plan.written.fill_(self.spare)
+
+    def fill(self, slots: Tensor) -> None:
+        """Take over the slots [2, rows] int32 on the device that the rows of a step, and padding, read and write."""
+        count = slots.shape[1]
+        self.plan.read[:count].copy_(slots[0])
+        self.plan.written[:count].copy_(slots[1])
+
+    def part(self, rows: int) -> StatePlan:
+        """Return the plan of a step of so many rows, each a chain of its own."""
+        read, written, starts = self.plan.read[:rows], self.plan.written[:rows], self.plan.cu_lens[: rows + 1]
+        return StatePlan(read, written, starts, self.plan.layers, SentRuns(read, written, starts, starts, 1))
 
 
 @dataclass(frozen=True, slots=True)

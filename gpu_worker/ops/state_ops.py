@@ -18,7 +18,8 @@ from ..kernels.threads import kernel_threads
 
 MOST_KEY_SIZE = 512
 """Elements of a key, or of a state's row, that the kernels compute."""
-_LENGTH_EPS = 1e-6
+LENGTH_EPS = 1e-6
+"""Added to the squared length of a query or key before it is divided by the length."""
 
 
 class Convolution(NamedTuple):
@@ -131,7 +132,7 @@ class StateOps:
 
 def _unit(heads: Tensor) -> Tensor:
     heads = heads.float()
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _LENGTH_EPS)
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LENGTH_EPS)
 
 
 def _runs(plan: StatePlan) -> Iterator[tuple[int, int, slice]]:
@@ -164,7 +165,7 @@ class CPUStateOps(StateOps):
         plan: StatePlan,
         gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        x = _rows(x)
+        x = dense_rows(x)
         assert gates is None or {gate.stride() for gate in gates} == {x.stride()}
         out = torch.empty(x.shape, dtype=x.dtype)
         args = ConvArgs(
@@ -195,7 +196,7 @@ class CPUStateOps(StateOps):
     def gated_delta(
         self, query: Tensor, key: Tensor, value: Tensor, gates: tuple[Tensor, Tensor], states: Tensor, plan: StatePlan
     ) -> Tensor:
-        query, key, value = (_rows(each) for each in (query, key, value))
+        query, key, value = (dense_rows(each) for each in (query, key, value))
         if query.stride(0) != key.stride(0):
             query, key = query.contiguous(), key.contiguous()
         (_, key_heads, key_size), heads, value_size = key.shape, *value.shape[1:]
@@ -226,7 +227,7 @@ class CPUStateOps(StateOps):
     def mamba2(
         self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, weights: Mamba2Weights, states: Tensor, plan: StatePlan
     ) -> Tensor:
-        x, b, c, dt = (_rows(each) for each in (x, b, c, dt))
+        x, b, c, dt = (dense_rows(each) for each in (x, b, c, dt))
         # The strides of a single row mean nothing.
         assert len(x) == 1 or x.stride(0) == b.stride(0) == c.stride(0), "parts of the same rows"
         (_, heads, head_size), (groups, state_size) = x.shape, b.shape[1:]
@@ -257,7 +258,7 @@ class CPUStateOps(StateOps):
         return out
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_first: bool) -> Tensor:
-        gate = _rows(gate)
+        gate = dense_rows(gate)
         assert x.is_contiguous()
         assert weight.is_contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -280,7 +281,7 @@ class CPUStateOps(StateOps):
         return out
 
 
-def _rows(x: Tensor) -> Tensor:
+def dense_rows(x: Tensor) -> Tensor:
     """Return ``x`` [T, ...] with each token's elements next to each other."""
     is_dense = x[:1].is_contiguous()
     return x if is_dense else x.contiguous()

@@ -1,12 +1,15 @@
 """Runs the operations as Triton kernels on a GPU."""
 
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..attention.attention_backend import FP8_KV, AttentionPlan, KVCache
+from ..attention.states import SentRuns, StatePlan
 from ..checkpoint.weights import Linear
+from ..kernels.triton import states as kernels
 from ..kernels.triton.kv_cache import rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.products import gate
@@ -14,6 +17,7 @@ from ..kernels.triton.rows import add_norm
 from ..layers.fp8_linear import Fp8Linear
 from ..layers.triton_linear import KINDS, TritonLinear, are_few, multiply_few
 from .ops import HeadNorm, Layer, LayerParts, Rotation
+from .state_ops import LENGTH_EPS, Convolution, Mamba2Weights, StateOps, dense_rows
 from .torch_ops import TorchOps
 
 _HEADS = 8
@@ -23,8 +27,20 @@ _FUSED = (torch.bfloat16,)
 """In float16 rows that are multiplied by the weights of a norm before they are scaled could be infinite."""
 
 
+_CHANNELS = 256
+"""Channels of a convolution that one program computes."""
+_CONV_TOKENS = 32
+"""Tokens of a prompt that it computes: a prompt has as many programs as that allows."""
+_STATE_ROWS = 8
+"""Rows, or columns, of a head's state that one warp keeps in registers."""
+
+
 class TritonOps(TorchOps):
     """Fulfils :class:`~.ops.Ops` for float32, float16 and bfloat16."""
+
+    @cached_property
+    def states(self) -> StateOps:
+        return TritonStateOps()
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
@@ -144,3 +160,130 @@ class FewRowsLayer:
 def _stored(linears: tuple[Linear, Linear]) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     """Return weight, scales and bias of each."""
     return [each.stored for each in linears if isinstance(each, (TritonLinear, Fp8Linear))]
+
+
+class TritonStateOps(StateOps):
+    """Computes layers that keep a state, for float32, float16 and bfloat16. A token has the same bits in any batch and
+    wherever its prompt is cut."""
+
+    def short_conv(
+        self,
+        x: Tensor,
+        convolution: Convolution,
+        states: Tensor,
+        plan: StatePlan,
+        gates: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        runs, x = _sent(plan, states), dense_rows(x)
+        assert gates is None or {gate.stride() for gate in gates} == {x.stride()}
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        before, after = (x, x) if gates is None else gates
+        bias, (taps, channels) = convolution.bias, states.shape[1:]
+        arrays, sizes = (runs.read, runs.written, runs.starts, runs.chains), (channels, x.stride(0))
+        grid = (len(runs.chains) - 1, -(-channels // _CHANNELS))
+        constants: dict[str, Any] = {"TAPS": taps, "HAS_GATES": gates is not None, "WIDTH": _CHANNELS, "num_warps": 4}
+        num_parts = -(-runs.most_tokens // _CONV_TOKENS)
+        launch(
+            kernels.short_conv,
+            (grid[0], num_parts, grid[1]),
+            *(x, before, after, convolution.weight, convolution.weight if bias is None else bias, states, out),
+            *arrays,
+            *sizes,
+            HAS_BIAS=bias is not None,
+            HAS_SILU=convolution.has_silu,
+            IS_ONE_PART=num_parts == 1,
+            TOKENS=_CONV_TOKENS,
+            **constants,
+        )
+        if num_parts > 1:
+            launch(kernels.keep_inputs, grid, x, before, states, *arrays, *sizes, **constants)
+        return out
+
+    def delta_gates(self, a: Tensor, b: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        assert a.stride() == b.stride()
+        assert a.stride(1) == 1
+        rows, heads = a.shape
+        decay, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
+        width = min(_CHANNELS, power_of_2(heads))
+        grid = (rows, -(-heads // width))
+        launch(kernels.delta_gates, grid, a, b, rates, bias, decay, beta, heads, a.stride(0), WIDTH=width, num_warps=1)
+        return decay, beta
+
+    def gated_delta(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: tuple[Tensor, Tensor], states: Tensor, plan: StatePlan
+    ) -> Tensor:
+        runs, (decay, beta) = _sent(plan, states), gates
+        query, key, value = (dense_rows(each) for each in (query, key, value))
+        if query.stride(0) != key.stride(0):
+            query, key = query.contiguous(), key.contiguous()
+        (_, key_heads, key_size), (heads, value_size) = key.shape, value.shape[1:]
+        assert all(each.is_contiguous() for each in (states, decay, beta))
+        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        values = min(_STATE_ROWS, power_of_2(value_size))
+        launch(
+            kernels.gated_delta,
+            (len(runs.chains) - 1, heads, -(-value_size // values)),
+            *(query, key, value, decay, beta, states, out),
+            *(runs.read, runs.written, runs.starts, runs.chains),
+            *(key.stride(0), value.stride(0)),
+            key_size**-0.5,
+            LENGTH_EPS,
+            HEADS=heads,
+            GROUP=heads // key_heads,
+            KEY=key_size,
+            VALUE=value_size,
+            BY_CHANNEL=decay.dim() == 3,
+            PADDED_KEY=power_of_2(key_size),
+            VALUES=values,
+            num_warps=1,
+        )
+        return out
+
+    def mamba2(
+        self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, weights: Mamba2Weights, states: Tensor, plan: StatePlan
+    ) -> Tensor:
+        runs = _sent(plan, states)
+        x, b, c, dt = (dense_rows(each) for each in (x, b, c, dt))
+        assert len(x) == 1 or x.stride(0) == b.stride(0) == c.stride(0), "parts of the same rows"
+        assert states.is_contiguous()
+        (_, heads, head_size), (groups, state_size) = x.shape, b.shape[1:]
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows = min(_STATE_ROWS, power_of_2(head_size))
+        launch(
+            kernels.mamba2,
+            (len(runs.chains) - 1, heads, -(-head_size // rows)),
+            *(x, b, c, dt, weights.a, weights.d, weights.dt_bias, states, out),
+            *(runs.read, runs.written, runs.starts, runs.chains),
+            *(x.stride(0), dt.stride(0)),
+            *map(float, weights.dt_limits),
+            HEADS=heads,
+            GROUP=heads // groups,
+            HEAD=head_size,
+            STATE=state_size,
+            PADDED_STATE=power_of_2(state_size),
+            ROWS=rows,
+            num_warps=1,
+        )
+        return out
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_first: bool) -> Tensor:
+        gate, (rows, groups, size) = dense_rows(gate), x.shape
+        assert x.is_contiguous()
+        assert weight.is_contiguous()
+        out, width = torch.empty_like(x), power_of_2(size)
+        launch(
+            kernels.gated_norm,
+            (rows, groups),
+            *(x, gate, weight, out, groups, size, gate.stride(0), size if weight.dim() == 2 else 0, eps),
+            NORM_FIRST=norm_first,
+            WIDTH=width,
+            num_warps=min(16, max(1, width // 512)),
+        )
+        return out
+
+
+def _sent(plan: StatePlan, states: Tensor) -> SentRuns:
+    """Return the runs where the states are. The plans of warm-up steps are sent by each layer."""
+    sent = plan.sent or plan.send(states.device).sent
+    assert sent is not None
+    return sent

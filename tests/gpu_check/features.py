@@ -1,5 +1,6 @@
 """What an engine does beside plain decoding, each against the tokens of the same engine without it, or of a CPU: sleep
-and wake, quantized checkpoints, experts, adapters, drafts, kernels that are compiled in service, and NCCL."""
+and wake, quantized checkpoints, experts, adapters, drafts, layers that keep a state, kernels that are compiled in
+service, and NCCL."""
 
 import tempfile
 import traceback
@@ -16,7 +17,7 @@ from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.parity.engine import Engine
 from tokenloom import demo_adapters
-from tokenloom.bench.random_model import SHAPES
+from tokenloom.bench.random_model import SHAPES, write_model
 from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -166,6 +167,17 @@ def drafts(rows: Rows, target: Target, folder: Path) -> bool:
     return not different and accepted > 0
 
 
+def states(rows: Rows, target: Target, folder: Path) -> bool:
+    """Three of four layers keep a state, which the second time is found where the prompts end."""
+    write_model("tiny-qwen3.5", folder)
+    expected = on_cpu(folder)
+    with running(folder, target, prefix_caching=True) as engine:
+        different = sum(_different(engine.generate(PROMPTS, LIMITS), expected) for _ in range(2))
+        hits = engine.stats.prefix_cache_hits
+    rows.add("layers that keep a state, float32", different=different, found_in_cache=hits)
+    return not different and hits > 0
+
+
 def compiles(rows: Rows, target: Target, folder: Path) -> bool:
     """Kernels that Triton compiles until the engine is ready, and in random steps after that."""
     counts = [0]
@@ -216,6 +228,7 @@ CHECKS: dict[str, Check] = {
     "experts": experts,
     "adapters": adapters,
     "drafts": drafts,
+    "states": states,
     "kernels compiled": compiles,
     "NCCL": nccl,
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.sampler_kernels import check_asking_rows, check_draws
+from tests.gpu_check.states import check_states
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention import steps
 from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
@@ -206,5 +207,6 @@ PARTS: dict[str, Callable[[Rows, Target, torch.dtype], list[str]]] = {
     "products": _products,
     "layer": _layer,
     "block copy": _block_copy,
+    "states": check_states,
 }
 """What is checked in a process of its own for each dtype."""

@@ -229,6 +229,7 @@ def test_features(tmp_path):
     assert by_name.pop("NCCL")["not_run"] == "NCCL moves memory of GPUs"
     assert by_name["adapters, float32"]["changed"] == 1
     assert by_name["drafts, float32"]["accepted"] > 0
+    assert by_name["layers that keep a state, float32"]["found_in_cache"] > 0
     assert by_name["sleep and wake, 2 levels"]["megabytes_freed"] > 0
     assert all(row.get("different", 0) == 0 for name, row in by_name.items() if "quantized" not in name)
 

@@ -38,7 +38,7 @@ class SeenCounts:
         self._device = device
         self._vocab = vocab
         self.words = torch.empty(0, vocab, dtype=torch.int32, device=device)
-        """[slots, vocab]; see ``kernels.triton.change_logits.change_rows``."""
+        """[slots, vocab]; see ``kernels.triton.logits.change_rows``."""
         self._slot_of: WeakKeyDictionary[SeenTokens, _Slot] = WeakKeyDictionary()
 
     def slot(self, seen: SeenTokens, output_index: int) -> int | None:

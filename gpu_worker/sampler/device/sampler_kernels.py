@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.triton.change_logits import add_listed, change_rows, count_drawn
 from ...kernels.triton.launch import launch, power_of_2
-from ...kernels.triton.logprobs import logprobs
+from ...kernels.triton.logits import add_listed, change_rows, count_drawn, logprobs
 from ...kernels.triton.sample import sample
 from .sampling_arrays import FoundLogprobs
 

@@ -64,7 +64,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class EditArrays(NamedTuple):
-    """Holds what ``kernels.triton.change_logits`` reads, a place for each edit."""
+    """Holds what ``kernels.triton.logits`` reads, a place for each edit."""
 
     rows: Int32s
     """[edits]: rows of the step's logits, each once."""
@@ -127,7 +127,7 @@ MOST_LISTED = 1024
 
 
 class LogprobArrays(NamedTuple):
-    """Holds what ``kernels.triton.logprobs`` reads, a place for each row that asks."""
+    """Holds what ``kernels.triton.logits`` reads, a place for each row that asks."""
 
     rows: npt.NDArray[np.int64]
     """[asking]: rows of the logits."""

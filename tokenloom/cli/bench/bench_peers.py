@@ -74,7 +74,10 @@ def peers(
 
 def model(
     shape: Annotated[
-        str, typer.Argument(help="tiny-fp32, tiny-bf16, qwen3-0.6b, llama-8b, qwen3.5-0.8b or qwen3.5-4b-part.")
+        str,
+        typer.Argument(
+            help="tiny-fp32, tiny-bf16, tiny-qwen3.5, qwen3-0.6b, llama-8b, qwen3.5-0.8b or qwen3.5-4b-part."
+        ),
     ],
     directory: Annotated[Path, typer.Argument(file_okay=False, help="Where to write the checkpoint.")],
     adapters: Annotated[int, typer.Option(min=0, help="LoRA adapters to write to DIRECTORY-lora.")] = 0,

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from tests.gpu_worker.kv_connector.fake_device import FakeIpc
 from tests.gpu_worker.platform.device_platform import ApartPlatform
+from tests.parity.state_checkpoints import entries_of
 from tokenloom.bench.random_adapter import write_adapter
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
@@ -60,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": _SHAPES,
     "gemma3_text": {**_SHAPES, "query_pre_attn_scalar": 24, "sliding_window": 30},
     "qwen3_moe": {**_SHAPES, **_EXPERTS},
+    **{kind: {**entries_of(kind), "vocab_size": 199} for kind in ("qwen3_5_text", "nemotron_h")},
 }
 _NUM_REQUESTS = 60
 _ASKED: tuple[dict[str, Any], ...] = (
@@ -188,7 +190,7 @@ def count(case: str, compiles: Compiles) -> dict[str, Any]:
             worker=WorkerConfig(model=str(path), dtype="bfloat16", attention_backend="triton", num_threads=1),
             cache=CacheConfig(block_size=16, num_blocks=200),
             scheduler=SchedulerConfig(max_num_seqs=21, max_num_batched_tokens=21 if how == "small steps" else 75),
-            kv=KVConfig(transports=("cuda",)),
+            kv=KVConfig(transports=() if entries_of(name) else ("cuda",)),  # states do not move between GPUs
             lora=_adapters(path) if how == "adapters" else LoraConfig(),
             max_model_len=256,
         )

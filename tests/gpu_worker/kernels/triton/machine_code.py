@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
+from tokenloom.gpu_worker.attention.states import StatePlan
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.cuda import row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
@@ -39,6 +40,7 @@ from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, TritonExperts
 from tokenloom.gpu_worker.lora.adapted_linear import GroupedChanges
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
+from tokenloom.gpu_worker.ops.state_ops import Convolution, Mamba2Weights
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 from tokenloom.gpu_worker.sampler.device import sampler_kernels
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
@@ -232,6 +234,40 @@ def log_probabilities() -> None:
     TritonSamplerKernels().find_logprobs(logits, wanted, tokens, 20)
 
 
+def states(tokens: int) -> tuple[torch.Tensor, StatePlan]:
+    """Return rows of the 8,192 channels of Qwen3-Next and Qwen3.5 4B before its convolution, and their plan."""
+    return _empty(tokens, 8192), StatePlan.make([tokens], [0], [1], []).send(META)
+
+
+def convolution(tokens: int) -> None:
+    rows, plan = states(tokens)
+    TritonOps().states.short_conv(rows, Convolution(_empty(4, 8192), None, True), _empty(2, 3, 8192), plan)
+
+
+def delta(*, by_channel: bool) -> None:
+    floats = partial(_empty, dtype=torch.float32)
+    rows, plan = states(4)
+    query, key = rows[:, :2048].view(4, 16, 128), rows[:, 2048:4096].view(4, 16, 128)
+    gates = floats(4, 32, 128) if by_channel else floats(4, 32), floats(4, 32)
+    value = rows[:, 4096:].view(4, 32, 128)
+    TritonOps().states.gated_delta(query, key, value, gates, floats(2, 32, 128, 128), plan)
+
+
+def mamba2() -> None:
+    """Of the sizes of Granite 4.0 H Small."""
+    floats = partial(_empty, dtype=torch.float32)
+    rows, plan = _empty(4, 8448), StatePlan.make([4], [0], [1], []).send(META)
+    x, b, c = rows[:, :8192].view(4, 128, 64), rows[:, 8192:8320].view(4, 1, 128), rows[:, 8320:].view(4, 1, 128)
+    weights = Mamba2Weights(floats(128), floats(128), floats(128))
+    TritonOps().states.mamba2(x, b, c, _empty(4, 128), weights, floats(2, 128, 64, 128), plan)
+
+
+def gates_of_states() -> None:
+    ops, both = TritonOps().states, _empty(4, 64)
+    ops.delta_gates(both[:, :32], both[:, 32:], *(_empty(32, dtype=torch.float32) for _ in range(2)))
+    ops.gated_norm(_empty(4, 32, 128), _empty(4, 32, 128), _empty(128), 1e-6, norm_first=True)
+
+
 def block_copies() -> None:
     pool = _empty(64, 100, 2048, dtype=torch.int64)
     row_kernels.copy_pool_blocks(pool, pool, _empty(9, dtype=torch.int64), _empty(9, dtype=torch.int64))
@@ -268,6 +304,12 @@ CASES: dict[str, Callable[[], object]] = {
     "sampling": sampling,
     "changed logits": changes,
     "log probabilities": log_probabilities,
+    "convolution": lambda: convolution(4),
+    "convolution of a prompt": lambda: convolution(512),
+    "gated delta": lambda: delta(by_channel=False),
+    "gated delta by channel": lambda: delta(by_channel=True),
+    "mamba-2": mamba2,
+    "gates and norms of states": gates_of_states,
     "block copy": block_copies,
     "step of rows": rows_of_a_step,
 }

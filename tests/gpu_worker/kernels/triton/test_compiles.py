@@ -15,9 +15,16 @@ CASES = [
     "qwen3_moe",
     "qwen3_moe, without graphs",
     "llama, adapters",
+    "qwen3_5_text",
+    "nemotron_h, without graphs",
 ]
 EVERYWHERE = {"add_norm", "attend", "few_rows", "prepare_step", "rotate_and_write", "scatter"}
-ASKED = {"add_listed", "change_rows", "copy_blocks", "count_drawn", "logprobs", "sample"}
+ASKED = {"add_listed", "change_rows", "count_drawn", "logprobs", "sample"}
+OF_CASES = {
+    "qwen3_5_text": {"short_conv", "keep_inputs", "delta_gates", "gated_delta", "gated_norm"},
+    "nemotron_h, without graphs": {"short_conv", "keep_inputs", "mamba2", "gated_norm"},
+}
+OF_TRANSFERS = {"copy_blocks"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +39,8 @@ def counts():
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_compiled_after_the_warm_up(counts, case):
     found = counts[case]
-    assert {name.rpartition(".")[2] for name in found["kernels"]} >= EVERYWHERE | ASKED
+    expected = EVERYWHERE | ASKED | OF_CASES.get(case, OF_TRANSFERS)
+    assert {name.rpartition(".")[2] for name in found["kernels"]} >= expected
     assert found["steps"] > 60
-    assert found["before"] >= len(EVERYWHERE | ASKED)
+    assert found["before"] >= len(expected)
     assert found["after"] == []

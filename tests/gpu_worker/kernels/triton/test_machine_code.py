@@ -39,6 +39,12 @@ CASES = {
     "sampling": {},
     "changed logits": {},
     "log probabilities": {},
+    "convolution": {},
+    "convolution of a prompt": {},
+    "gated delta": {},
+    "gated delta by channel": {},
+    "mamba-2": {},
+    "gates and norms of states": {},
     "block copy": {},
     "step of rows": {},
 }
@@ -102,3 +108,9 @@ def test_what_streams_activations_loads_many_bytes_at_a_time(codes, case):
     for code in codes[case]:
         wide = sum(code["instructions"].get(f"LDG.{width}", 0) for width in (64, 128))
         assert wide > 0, code
+
+
+@pytest.mark.parametrize("case", ["gated delta", "gated delta by channel", "mamba-2"])
+def test_the_inputs_of_the_next_tokens_are_on_their_way_while_one_is_computed(codes, case):
+    for code in codes[case]:
+        assert sum(count for name, count in code["instructions"].items() if name.startswith("LDGSTS")) >= 6, code

@@ -8,9 +8,13 @@ import torch
 
 from tests.gpu_worker.kernels.triton.meta_launch import META, MetaLink, use_kernels_on_meta
 from tests.gpu_worker.models.test_models import MODELS
+from tests.parity.state_checkpoints import write_model
+from tests.parity.test_states import BUILT_IN
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.scheduler_output import StateRun
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.attention.states import StateSlots
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.models.architectures import load_model
@@ -27,6 +31,14 @@ STEPS = {
     "many decodes": ([1] * 20, [40] * 20),
     "prompts and decodes": ([1, 20, 1], [40, 60, 32]),
 }
+_OF_DELTA = {"short_conv", "gated_delta", "delta_gates", "gated_norm"}
+OF_STATES = {
+    "qwen3_next": _OF_DELTA,
+    "qwen3_5_text": _OF_DELTA,
+    "lfm2": {"short_conv"},
+    "falcon_h1": {"short_conv", "mamba2"},
+}
+"""The kernels of states that a type launches, where they are not those of Mamba-2 with its norm."""
 
 
 @pytest.fixture
@@ -46,7 +58,13 @@ def compute(path, query_lens, seq_lens, dtype="bfloat16"):
     total = sum(query_lens)
     plan = backend.plan(np.cumsum([0, *query_lens]), np.array(seq_lens), tables, np.zeros(total, dtype=np.int64))
     ids, positions = torch.zeros(2, total, dtype=torch.int64, device=META)
-    return model.compute_logits(model.forward(ids, positions, caches, plan))
+    states = None
+    if model.config.states is not None:
+        slots = StateSlots(model.config, 2 * len(query_lens), META)
+        slots.allocate()
+        runs = [StateRun("r", length, 2 * row, 2 * row + 1) for row, length in enumerate(query_lens)]
+        states = slots.plan(runs)
+    return model.compute_logits(model.forward(ids, positions, caches, plan, (), states))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,6 +76,16 @@ def test_a_step_stays_on_the_device(name, launched, save_checkpoint):
         assert logits.device == META
         assert logits.dtype == torch.float32
     assert "attend" in launched
+
+
+# Beside Kimi-Linear's states PyTorch attends to compressed vectors.
+@pytest.mark.parametrize("kind", [kind for kind in BUILT_IN if kind != "kimi_linear"])
+def test_a_step_with_states_stays_on_the_device(kind, launched, tmp_path):
+    path = write_model(kind, tmp_path, torch.bfloat16)
+    for query_lens, seq_lens in STEPS.values():
+        assert compute(path, query_lens, seq_lens).device == META
+    of_states = {"short_conv", "gated_delta", "mamba2", "delta_gates", "gated_norm"}
+    assert of_states & {*launched} == OF_STATES.get(kind, {"short_conv", "mamba2", "gated_norm"})
 
 
 def test_weights_in_float16_stay_so(launched, save_checkpoint):

@@ -4,9 +4,17 @@ import pytest
 import torch
 
 from tests.gpu_worker.cuda.late_link import LateLink
+from tests.parity.state_checkpoints import write_model
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
+from tokenloom.engine_core.data.scheduler_output import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+    StateRun,
+    await_output,
+)
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.attention.states import StateSlots
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
@@ -14,6 +22,7 @@ from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
 from tokenloom.gpu_worker.cuda.step_tensors import StepTools
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
@@ -49,12 +58,16 @@ def model(save_checkpoint):
     return load_model(path, "float32", ops=TritonOps())
 
 
-def generate(model, make_recorded):
-    """Three requests that end one after the other. Returns their tokens."""
+def generate(model, make_recorded, states=None):
+    """Three requests that end one after the other. Returns their tokens. ``states``: of their layers, a slot each."""
     backend, batch = TritonBackend(model.config, 16, CPU), InputBatch(4, 64, 16)
-    runner = ModelRunner(
-        model, backend, batch, num_blocks=8, parts=RunnerParts(recordings=make_recorded(backend, batch))
-    )
+    parts = RunnerParts(recordings=make_recorded(backend, batch), states=states)
+    runner = ModelRunner(model, backend, batch, num_blocks=8, parts=parts)
+
+    def runs(counts, first=False):
+        slots = {name: slot for slot, name in enumerate(PROMPTS)}
+        return [StateRun(name, count, -1 if first else slots[name], slots[name]) for name, count in counts.items()]
+
     outputs = {name: [] for name in PROMPTS}
     news = [
         NewRequestData(
@@ -64,6 +77,7 @@ def generate(model, make_recorded):
     ]
     counts = {name: len(prompt) for name, prompt in PROMPTS.items()}
     step = SchedulerOutput(news, CachedRequestData([], [], [], {}), counts, sum(counts.values()), [], [])
+    step.state_runs = runs(counts, first=True)
     for going in (3, 3, 2, 1):
         runner.execute(step)
         output = await_output(runner.sample())
@@ -74,6 +88,7 @@ def generate(model, make_recorded):
         cached = CachedRequestData(names, [[] for _ in names], computed, {})
         finished = [name for name in output.req_ids if name not in names]
         step = SchedulerOutput([], cached, dict.fromkeys(names, 1), len(names), finished, [])
+        step.state_runs = runs(dict.fromkeys(names, 1))
     return outputs
 
 
@@ -94,6 +109,28 @@ def test_the_same_tokens_with_graphs(model):
     assert link.num_sends == 4, "one copy to the device a step"
     assert generate(model, make(None)) == expected
     assert link.num_sends == 8
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_the_same_tokens_where_layers_keep_a_state(with_graphs, tmp_path):
+    """Decodes have graphs, which write padding to the slot that no request has, and so does their capture."""
+    path, capture, link = write_model("qwen3_5_text", tmp_path), Replays(), LateLink()
+
+    def make(backend, batch):
+        return make_device_steps(
+            backend, batch, 40, CPU, StepTools(link, TritonRowKernels()), capture if with_graphs else None
+        )
+
+    plain = load_model(path, "float32", ops=TorchOps())
+    expected = generate(plain, lambda backend, batch: None, StateSlots(plain.config, 3, CPU))
+    slots, model = StateSlots(plain.config, 3, CPU), load_model(path, "float32", ops=TritonOps())
+    found = generate(model, make, slots)
+    assert found == expected
+    assert link.num_sends == 4, "one copy to the device a step"
+    # The prompts have no graph; then come steps of 3, 3 and 2 requests.
+    assert (capture.num_captures, capture.num_replays) == ((2, 3) if with_graphs else (0, 0))
+    assert all(layer is None or layer.conv[:3].any(-1).any(-1).all() for layer in slots.layers)
 
 
 def test_other_backends_compute_their_steps_as_ever(model):

@@ -451,8 +451,6 @@ class EngineConfig(Struct, frozen=True):
             if self.cache.state_memory_bytes is not None:
                 raise ValueError("state_memory_bytes: no layer of this model keeps a state; leave it out")
             return
-        if self.kv.store:
-            raise ValueError("kv_store: layers of this model keep a state, which stores do not share; leave it out")
         scheduler = self.scheduler
         if chunk == 1:
             return

@@ -1,5 +1,6 @@
 """Shares prefix blocks with other engines through a store: saves them when they are computed, and loads what the pool
-lacks.
+lacks. Where layers keep a state, the states that are kept go there, too, under the hashes of the blocks that they
+follow: a prompt loads one state, and those blocks before it that the pool lacks.
 
 A block's key says all that engines must share to use each other's blocks: weights and numerics (:meth:`share`), the
 layout of the pool, and the hash of its tokens, into which tenant, adapter and images are salted. Before the weights are
@@ -28,6 +29,59 @@ MOST_SEARCHES = 32
 all of them would take long."""
 
 
+_OF_STATE = b"state "
+"""Precedes the hash of a block in the name of the state that follows it."""
+
+
+class _Fresh:
+    """Notes what a pool of blocks, or of slots, registers until the queue has its name. Implements
+    ``EvictionListener``."""
+
+    def __init__(self, pool: BlockPool, kind: bytes, first: int, connector: "StoreConnector") -> None:
+        """``kind``: precedes hashes in names. ``first``: the id of its first block in the :class:`.KVPool`."""
+        self._pool, self._kind, self._first, self._connector = pool, kind, first, connector
+        self.contents: dict[int, bytes] = {}
+        """By block: the hash of content that was registered and is not yet given to the queue."""
+        pool.listeners.append(self)
+        register, contents = pool.register, self.contents
+
+        def note_registered(block_id: int, block_hash: bytes) -> bool:
+            is_new = register(block_id, block_hash)
+            if is_new and connector.shares:
+                contents[block_id] = block_hash
+            return is_new
+
+        # In its place, so that a pool whose blocks are not shared makes no further call.
+        pool.register = note_registered  # type: ignore[method-assign]
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        """Called by the pool: what the queue has not got by now is not saved."""
+        self.contents.pop(block_id, None)
+
+    def forgot(self, block_hash: bytes) -> None:
+        """Called by the pool when content proved wrong: no engine must get it."""
+        self._connector.remove(self._kind + block_hash)
+
+    def forgot_all(self) -> None:
+        """Called by the pool when it forgets what it has, which :meth:`StoreConnector.share` says of the store."""
+        self.contents.clear()
+
+    def save(self, queue: StoreQueue, last_ended: int, key_of: Callable[[bytes], bytes]) -> None:
+        """Give the queue what steps up to ``last_ended`` have filled."""
+        pool, given = self._pool, list[int]()
+        # Only the first ones are looked at: while the store is slower than the steps, nearly all of the pool waits.
+        for block_id, name in self.contents.items():
+            if pool.registered_in[block_id] > last_ended:
+                break  # its step has not ended, nor have those of the blocks behind it
+            if name not in pool.parked:  # which one preempted request looks for, and no prompt
+                key, generation = key_of(self._kind + name), pool.generations[block_id]
+                if not queue.save(SavedBlock(pool, block_id, name, key, generation, self._first + block_id)):
+                    break
+            given.append(block_id)
+        for block_id in given:
+            del self.contents[block_id]
+
+
 class StoreMetadata(KVConnectorMetadata):
     """Lists what a step loads."""
 
@@ -39,11 +93,12 @@ class StoreMetadata(KVConnectorMetadata):
 class _Search:
     """Is what a request looks for, and the answer."""
 
-    def __init__(self, job: StoreJob, first: int, names: Sequence[bytes], valid_until: float) -> None:
+    def __init__(self, job: StoreJob, first: int, key_of: dict[bytes, bytes], valid_until: float) -> None:
+        """``key_of``: the store's key of each name that is looked for."""
         self.job = job
         self.first = first
         """The first block that it looked for."""
-        self.key_of = dict(zip(names, job.keys, strict=True))
+        self.key_of = key_of
         self.valid_until = valid_until
         """A time of ``time.monotonic``: later, the store may have given up what it had."""
 
@@ -77,10 +132,11 @@ class StoreConnector(HoldsNothing):
         self._namespace = b""
         """What the keys of all blocks have in common; empty: nothing is shared now."""
         self._blocks: BlockPool | None = None
+        self._states: StateSlotPool | None = None
         self._pool: KVPool | None = None
         self.queue: StoreQueue | None = None
-        self._fresh: dict[int, bytes] = {}
-        """By block: the hash of content that was registered and is not yet given to the queue."""
+        self._fresh: list[_Fresh] = []
+        """What was registered, of blocks and, where layers keep a state, of slots."""
         self._last_ended = -1
         """The latest step that has ended."""
         self._searches: dict[str, _Search] = {}
@@ -103,41 +159,29 @@ class StoreConnector(HoldsNothing):
         assert self._pool is not None, "register_kv_caches comes first"
         about = f"{self._pool.layout}/{self._pool.region_bytes}/{self._block_size}".encode()
         self._namespace = hashlib.sha256(identity + self._hash_seed + about).digest() if identity else b""
-        self._fresh.clear()
+        for fresh in self._fresh:
+            fresh.contents.clear()
         for search in self._searches.values():
             search.valid_until = 0.0
             search.key_of.clear()
 
     # Scheduler side
 
+    @property
+    def shares(self) -> bool:
+        """Whether it is known with whom."""
+        return bool(self._namespace)
+
     def bind_block_pool(self, pool: BlockPool, states: StateSlotPool | None = None) -> None:
+        self._blocks, self._states = pool, states
+        self._fresh = [_Fresh(pool, b"", 0, self)]
         if states is not None:
-            raise ValueError("kv_connector: layers of this model keep a state, which stores do not share; leave it out")
-        self._blocks = pool
-        pool.listeners.append(self)
-        register, fresh = pool.register, self._fresh
+            self._fresh.append(_Fresh(states.pool, _OF_STATE, len(pool.ref_counts), self))
 
-        def note_registered(block_id: int, block_hash: bytes) -> bool:
-            is_new = register(block_id, block_hash)
-            if is_new and self._namespace:
-                fresh[block_id] = block_hash
-            return is_new
-
-        # In its place, so that a pool whose blocks are not shared makes no further call.
-        pool.register = note_registered  # type: ignore[method-assign]
-
-    def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """Called by the block pool: what the queue has not got by now is not saved."""
-        self._fresh.pop(block_id, None)
-
-    def forgot(self, block_hash: bytes) -> None:
-        """Called by the block pool when content proved wrong: no engine must get it."""
+    def remove(self, name: bytes) -> None:
+        """Let no engine use what has this name."""
         if self._namespace and self.queue is not None:
-            self.queue.remove(store_key(self._namespace, block_hash))
-
-    def forgot_all(self) -> None:
-        """Called by the block pool when it forgets what it has, which :meth:`share` says of the store."""
-        self._fresh.clear()
+            self.queue.remove(store_key(self._namespace, name))
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
@@ -166,6 +210,9 @@ class StoreConnector(HoldsNothing):
         assert self._blocks is not None, "bind_block_pool comes first"
         metadata = StoreMetadata(self._blocks.step, self._loads)
         self._blocks.step += 1
+        if self._states is not None:
+            # A state can be hit, and counts as registered, a step after the one that writes it.
+            self._states.pool.step = self._blocks.step - 1
         self._loads = []
         return metadata
 
@@ -177,11 +224,11 @@ class StoreConnector(HoldsNothing):
     # Worker side
 
     def register_kv_caches(self, pool: KVPool) -> None:
-        value_bytes = pool.block_bytes + HEAD_BYTES
-        if self._most_value_bytes is not None and value_bytes > self._most_value_bytes:
-            raise ValueError(
-                f"kv_store: a block takes {value_bytes} bytes there, and it holds {self._most_value_bytes} bytes"
-            )
+        for kind, nbytes in (("block", pool.block_bytes), ("state", pool.slot_bytes)):
+            if self._most_value_bytes is not None and (value_bytes := nbytes + HEAD_BYTES) > self._most_value_bytes:
+                raise ValueError(
+                    f"kv_store: a {kind} takes {value_bytes} bytes there, and it holds {self._most_value_bytes} bytes"
+                )
         self._pool = pool
         timeout, load_timeout = self._timeouts
         self.queue = StoreQueue(self._open_store, pool, self._note_ended, timeout=timeout, load_timeout=load_timeout)
@@ -199,8 +246,9 @@ class StoreConnector(HoldsNothing):
         """Let blocks be saved that steps have filled which have ended; nothing is copied here."""
         assert isinstance(metadata, StoreMetadata)
         self._last_ended = metadata.step
-        if self._fresh:
-            self._save_fresh()
+        for fresh in self._fresh:
+            if fresh.contents:
+                self._save_fresh(fresh)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         with self._lock:
@@ -241,11 +289,17 @@ class StoreConnector(HoldsNothing):
             return 0, False
         if self._num_open >= MOST_SEARCHES:
             return None, False
-        if not (names := self._names(request, first, self._blocks)):
+        names, states = self._names(request, first, self._blocks), list[tuple[int, bytes]]()
+        if self._states is not None:
+            states = self._state_names(request, first, self._blocks, self._states)
+        if not names and not states:
             return 0, False
         keys = [store_key(self._namespace, name) for name in names]
-        job = StoreJob(request.request_id, keys, in_order=self._blocks.num_groups == 1)
-        self._searches[request.request_id] = _Search(job, first, names, time.monotonic() + LEASE_SECONDS / 2)
+        followers = [(num_needed, store_key(self._namespace, name)) for num_needed, name in states]
+        job = StoreJob(request.request_id, keys, in_order=self._blocks.num_groups == 1, followers=followers)
+        key_of = dict(zip(names, keys, strict=True))
+        key_of |= {name: key for (_, name), (_, key) in zip(states, followers, strict=True)}
+        self._searches[request.request_id] = _Search(job, first, key_of, time.monotonic() + LEASE_SECONDS / 2)
         self._num_open += 1
         self.queue.submit(job)
         return None, True
@@ -255,10 +309,23 @@ class StoreConnector(HoldsNothing):
         is computed."""
         limit = (request.num_tokens - 1) // self._block_size
         hashes = [self._block_hash(request, index) for index in range(limit)]
+        if self._states is not None:
+            return [name for name in hashes[first:] if pool.find(name) is None]
         if pool.num_groups == 1:
             return hashes[first:]
         names = [group_key(block_hash, group) for block_hash in hashes for group in range(pool.num_groups)]
         return [name for name in names if pool.find(name) is None]
+
+    def _state_names(
+        self, request: RequestKV, first: int, pool: BlockPool, states: StateSlotPool
+    ) -> list[tuple[int, bytes]]:
+        """Return the names of the states that may follow more than ``first`` blocks, the last first, and how many of
+        the blocks that the pool lacks lie before each."""
+        limit, needed = (request.num_tokens - 1) // self._block_size, [0]
+        for index in range(first, limit):
+            needed.append(needed[-1] + (pool.find(self._block_hash(request, index)) is None))
+        ends = [end for end in states.ends(request, limit) if end > first]
+        return [(needed[end - first], _OF_STATE + self._block_hash(request, end - 1)) for end in ends]
 
     def _match(self, request: RequestKV, search: _Search, first: int) -> tuple[int, bool]:
         """Note what a request would load after its ``first`` blocks of those that were found."""
@@ -272,7 +339,9 @@ class StoreConnector(HoldsNothing):
             return 0 if key is not None and key in found and key not in wrong else None
 
         limit = (request.num_tokens - 1) // self._block_size
-        if pool.num_groups > 1:
+        if self._states is not None:
+            end, names, positions = self._match_state(request, self._states, find, first, limit)
+        elif pool.num_groups > 1:
             hits = find_tier_hits(
                 lambda index: self._block_hash(request, index), pool, find, first, limit, self._block_size
             )
@@ -288,24 +357,39 @@ class StoreConnector(HoldsNothing):
         self._matches[request.request_id] = [key_of[name] for name in names], positions
         return (end - first) * self._block_size, True
 
-    def _save_fresh(self) -> None:
-        pool, queue = self._blocks, self.queue
-        assert pool is not None
-        assert queue is not None
-        if queue.is_away:
-            self._fresh.clear()
-            return
-        given = []
-        # Only the first ones are looked at: while the store is slower than the steps, nearly all of the pool waits.
-        for block_id, name in self._fresh.items():
-            if pool.registered_in[block_id] > self._last_ended:
-                break  # its step has not ended, nor have those of the blocks behind it
-            key = store_key(self._namespace, name)
-            if not queue.save(SavedBlock(pool, block_id, name, key, pool.generations[block_id])):
+    def _match_state(
+        self,
+        request: RequestKV,
+        states: StateSlotPool,
+        find: Callable[[bytes], int | None],
+        first: int,
+        limit: int,
+    ) -> tuple[int, list[bytes], list[int]]:
+        """Return after how many blocks the last state lies that was found, with the names of what the pool lacks up to
+        there, and their places in the block table: the state's is behind those of its blocks."""
+        assert self._blocks is not None
+        count, lacking = first, list[int]()
+        while count < limit:
+            name = self._block_hash(request, count)
+            if self._blocks.find(name) is None:
+                if find(name) is None:
+                    break
+                lacking.append(count)
+            count += 1
+        for end in states.ends(request, count):
+            if end <= first:
                 break
-            given.append(block_id)
-        for block_id in given:
-            del self._fresh[block_id]
+            if find(name := _OF_STATE + self._block_hash(request, end - 1)) is not None:
+                positions = [index for index in lacking if index < end]
+                return end, [*(self._block_hash(request, index) for index in positions), name], [*positions, end]
+        return first, [], []
+
+    def _save_fresh(self, fresh: _Fresh) -> None:
+        assert self.queue is not None
+        if self.queue.is_away:
+            fresh.contents.clear()
+            return
+        fresh.save(self.queue, self._last_ended, lambda name: store_key(self._namespace, name))
 
     def _block_hash(self, request: RequestKV, index: int) -> bytes:
         """Return the hash of the block at ``index``; the request keeps the computed hashes."""

@@ -1,5 +1,5 @@
-"""The threads between a connector and a store of KV blocks: searches, loads and saves each have one, so that none waits
-behind another kind, and a fourth gives up on what a store does not answer.
+"""The threads between a connector and a store of KV blocks, and of states of layers that keep one: searches, loads and
+saves each have one, so that none waits behind another kind, and a fourth gives up on what a store does not answer.
 
 No thread but these waits for the store. A store that fails, or is silent for its timeout, is left alone for a while:
 what it would have had is computed.
@@ -40,14 +40,21 @@ class StoreJob:
     """Is a search, or a load. It ends once: with its result, or because the store takes too long."""
 
     def __init__(
-        self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int] = (), *, in_order: bool = True
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int] = (),
+        *,
+        in_order: bool = True,
+        followers: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         """``block_ids``: the blocks to fill, one for each key; none: it is a search. ``in_order``: as in
-        :meth:`BlockStore.find`."""
+        :meth:`BlockStore.find`. ``followers``: keys that are looked for if so many of the first ``keys`` were found."""
         self.request_id = request_id
         self.keys = keys
         self.block_ids = block_ids
         self.in_order = in_order
+        self.followers = followers
         self.found = set[bytes]()
         """Of a search: the keys that have values. One that was given up has those that were found until then."""
         self.num_loaded = 0
@@ -62,12 +69,14 @@ class StoreJob:
 
 
 class SavedBlock(NamedTuple):
-    """Names a block that is to be saved.
+    """Names a block, or a slot of states, that is to be saved.
 
     Attributes:
+        pool: Of blocks, or of slots.
         name: The hash of its content.
         key: The store's key for that.
         generation: That of the block with this content.
+        place: Its id in the :class:`.KVPool`.
     """
 
     pool: BlockPool
@@ -75,6 +84,7 @@ class SavedBlock(NamedTuple):
     name: bytes
     key: bytes
     generation: int
+    place: int
 
     @property
     def is_current(self) -> bool:
@@ -213,20 +223,36 @@ class StoreQueue:
             store.close()
 
     def _search(self, lane: _Lane, store: BlockStore, job: StoreJob) -> None:
-        for begin in range(0, len(job.keys), _SEARCHED_AT_ONCE):
-            keys = job.keys[begin : begin + _SEARCHED_AT_ONCE]
-            found = store.find(keys, in_order=job.in_order)
+        self._find(lane, store, job, job.keys, in_order=job.in_order)
+        if job.followers and not job.is_ended:
+            num_found = len(job.found)
+            followers = [key for num_needed, key in job.followers if num_needed <= num_found]
+            self._find(lane, store, job, followers, in_order=False)
+
+    def _find(self, lane: _Lane, store: BlockStore, job: StoreJob, wanted: Sequence[bytes], *, in_order: bool) -> None:
+        for begin in range(0, len(wanted), _SEARCHED_AT_ONCE):
+            keys = wanted[begin : begin + _SEARCHED_AT_ONCE]
+            found = store.find(keys, in_order=in_order)
             lane.beat = self._clock()
             with job.lock:
                 if job.is_ended:
                     return
                 job.found |= found
-            if job.in_order and len(found) < len(keys):
+            if in_order and len(found) < len(keys):
                 return
 
     def _load(self, lane: _Lane, store: BlockStore, job: StoreJob) -> None:
-        with contextlib.closing(store.read(job.keys, HEAD_BYTES + self._pool.block_bytes)) as values:
-            for key, block_id, value in zip(job.keys, job.block_ids, values, strict=True):
+        # A state comes last, and has another size than the blocks before it.
+        num_blocks = sum(each < self._pool.num_blocks for each in job.block_ids) if self._pool.num_slots else None
+        self._read(lane, store, job, slice(num_blocks), self._pool.block_bytes)
+        if num_blocks is not None and job.num_loaded == num_blocks:
+            self._read(lane, store, job, slice(num_blocks, None), self._pool.slot_bytes)
+
+    def _read(self, lane: _Lane, store: BlockStore, job: StoreJob, part: slice, nbytes: int) -> None:
+        """Fill a part of a load's blocks, each of so many bytes, up to the first one that the store lacks."""
+        keys = job.keys[part]
+        with contextlib.closing(store.read(keys, HEAD_BYTES + nbytes)) as values:
+            for key, block_id, value in zip(keys, job.block_ids[part], values, strict=True):
                 lane.beat = self._clock()
                 data = None if value is None else opened(key, value)
                 if data is None:
@@ -289,7 +315,7 @@ class StoreQueue:
 
     def _run_saves(self) -> None:
         store: BlockStore | None = None
-        buffer = np.empty(self._pool.block_bytes, np.uint8)
+        buffer = np.empty(max(self._pool.block_bytes, self._pool.slot_bytes), np.uint8)
         while True:
             block = self._saves.get()
             if self._closed:
@@ -314,12 +340,13 @@ class StoreQueue:
     def _save(self, store: BlockStore, block: SavedBlock, buffer: npt.NDArray[np.uint8]) -> None:
         if not block.is_current:
             return
-        begin = 0
-        for row in self._pool.rows(block.block_id):
-            buffer[begin : begin + len(row)] = row
-            begin += len(row)
+        end = 0
+        for row in self._pool.rows(block.place):
+            buffer[end : end + len(row)] = row
+            end += len(row)
         if block.is_current:  # after the copy: a block that has a new holder may have been written to meanwhile
-            is_saved = store.write(block.key, [seal(block.key, buffer.data), buffer.data])
+            data = buffer[:end].data
+            is_saved = store.write(block.key, [seal(block.key, data), data])
             self.num_saved += is_saved
             if is_saved and self._is_full:
                 self._is_full = False

@@ -68,7 +68,8 @@ class RemoteKV:
 
     def wait_for_answer(self, request: Request) -> None:
         """Make a request wait beside the queue until it is known what can be loaded."""
-        request.kv.remote = request.kv.remote or RemoteKVState()
+        remote = request.kv.remote = request.kv.remote or RemoteKVState()
+        remote.num_external_tokens = 0  # those of an earlier load are gone with its blocks
         self._loading[request.request_id] = request
         self.wait(request)
 
@@ -191,6 +192,8 @@ class RemoteKV:
 
     def _num_valid_tokens(self, request: Request, remote: RemoteKVState, invalid_block_ids: set[int]) -> int:
         num_tokens = request.kv.num_computed_tokens + remote.num_external_tokens
+        if not remote.num_external_tokens:
+            return num_tokens  # it has waited for the answer of what there is, and has no blocks and no slot yet
         for index, block_id in enumerate(self._kv.load_table(request.kv, num_tokens)):
             if block_id in invalid_block_ids:
                 # Blocks behind the first bad one may be good, and are of no use: attention needs every token before

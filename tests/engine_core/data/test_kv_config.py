@@ -67,13 +67,6 @@ def test_each_tier_is_refused_by_its_name(option: str) -> None:
     assert EngineConfig().kv.tier == ""
 
 
-def test_layers_with_a_state_refuse_a_store() -> None:
-    config = EngineConfig(kv=KVConfig(store="lm://h:1"))
-    config.check_states(0)
-    with pytest.raises(ValueError, match="kv_store: layers of this model keep a state"):
-        config.check_states(1)
-
-
 def test_the_options_are_those_of_a_program_too() -> None:
     args = EngineArgs("m", kv_store="file:///kv", kv_store_bytes=1 << 20, kv_store_timeout=0.5)
     kv = args.config.kv

@@ -13,6 +13,7 @@ from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import KVConfig
 from tokenloom.engine_core.data.messages import EngineCoreOutput
+from tokenloom.engine_core.fake_workers.hash_row import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer.block_store import Buffer, StoreError
 from tokenloom.engine_core.kv_transfer.core_kv import CoreKV, make_core_kv
@@ -83,12 +84,18 @@ class StoringCore:
         timeout: float = 20.0,
         store_bytes: int = 0,
         offload: Path | None = None,
+        state_chunk: int = 0,
+        state_bytes: int = STATE_BYTES,
+        num_states: int = 0,
         **config: object,
     ) -> None:
         """``store``: itself, or its URL. ``windows``: those of the groups of layers, if there are several. ``offload``:
-        folder of a file for evicted blocks, beside a store with a URL."""
+        folder of a file for evicted blocks, beside a store with a URL. ``state_chunk``, ``state_bytes``: of a layer
+        that keeps a state, if there is one, with ``num_states`` slots."""
         base = make_config(block_size=BLOCK_SIZE, async_scheduling=executor != "uniproc", **config)  # type: ignore[arg-type]
-        base = msgspec.structs.replace(base, cache=msgspec.structs.replace(base.cache, block_hash_seed=block_hash_seed))
+        memory = num_states * state_bytes or None
+        cache = msgspec.structs.replace(base.cache, block_hash_seed=block_hash_seed, state_memory_bytes=memory)
+        base = msgspec.structs.replace(base, cache=cache)
         self.config = base
         if isinstance(store, str):
             file = {} if offload is None else {"offload_path": str(offload), "offload_bytes": 64 * BLOCK_BYTES}
@@ -100,7 +107,9 @@ class StoringCore:
                 base.cache, lambda: store, store.label, timeout=timeout, load_timeout=max(timeout, 20.0)
             )
             parts = CoreKV(connector, Failpoints(), None)
-        worker = HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)
+        worker = HashWorker(
+            self.config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=state_chunk, state_bytes=state_bytes
+        )
         if windows:
             worker = GroupedHashWorker(self.config, windows)
         self.core = EngineCore(self.config, EXECUTORS[executor](worker), parts)
@@ -133,17 +142,7 @@ class StoringCore:
         return self.core.step().outputs
 
     def settle(self) -> None:
-        """Waits until all that was given to the thread of saves is done."""
-        done = threading.Event()
-
-        class Last:
-            @property
-            def is_current(self) -> bool:
-                done.set()
-                return False
-
-        self.connector.queue.save(Last())
-        assert done.wait(30)
+        settle(self.connector)
 
     @property
     def num_loaded(self) -> int:
@@ -153,3 +152,17 @@ class StoringCore:
     def num_saved(self) -> int:
         saved: int = self.connector.queue.num_saved
         return saved
+
+
+def settle(connector: Any) -> None:
+    """Wait until all that was given to a connector's thread of saves is done."""
+    done = threading.Event()
+
+    class Last:
+        @property
+        def is_current(self) -> bool:
+            done.set()
+            return False
+
+    connector.queue.save(Last())
+    assert done.wait(30)

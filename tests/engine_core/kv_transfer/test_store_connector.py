@@ -321,14 +321,15 @@ def test_steps_look_at_few_of_the_blocks_that_wait_to_be_saved(
 
     monkeypatch.setattr(core.connector.queue, "save", lambda block: False)
     core.run(*(prompt_of(seed, 30) for seed in range(2, 10)), settles=False)
-    assert len(core.connector._fresh) > 50
-    core.connector._fresh = Waiting(core.connector._fresh)
-    core.connector._save_fresh()
+    [fresh] = core.connector._fresh
+    assert len(fresh.contents) > 50
+    fresh.contents = Waiting(fresh.contents)
+    core.connector._save_fresh(fresh)
     assert len(looked_at) == 1
     monkeypatch.undo()
-    core.connector._save_fresh()
+    core.connector._save_fresh(fresh)
     core.settle()
-    assert not core.connector._fresh
+    assert not fresh.contents
     assert core.num_saved > 8 * NUM_BLOCKS, "none is lost"
 
 

@@ -64,7 +64,7 @@ class Asked:
         return b"".join(row.tobytes() for row in self.pool.rows(block_id))
 
     def named(self, block_id: int, key: bytes) -> SavedBlock:
-        return SavedBlock(self.blocks, block_id, key, key, self.blocks.generations[block_id])
+        return SavedBlock(self.blocks, block_id, key, key, self.blocks.generations[block_id], block_id)
 
     def settle(self) -> None:
         done = threading.Event()

@@ -5,23 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, Pair, mp
-from tests.parity.state_checkpoints import write_model
+from tests.engine_core.kv_transfer.storing_core import settle
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, Pair, mp, tier
+from tests.parity.state_checkpoints import SERVED, write_model
 from tests.parity.test_states import Reference, draw
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.kv_connector import nixl
 
-KINDS = ("qwen3_5_text", "granitemoehybrid", "mamba2", "lfm2", "falcon_h1")
-"""Those of built-in layers, one of which attends nowhere, and one through transformers' modules."""
 TRANSPORTS = [
     pytest.param(name, marks=pytest.mark.skipif(name == "nixl" and not nixl.is_available(), reason="nixl is missing"))
-    for name in ("shm", "unix", "tcp", "nixl")
+    for name in ("unix", "tcp", "nixl")
 ]
 PARAMS = CoreSamplingParams(max_tokens=10, seed=3, temperature=0.0)
 LENGTHS = (1, 2, 16, 64, 100, 257)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=SERVED)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -36,8 +35,18 @@ def wanted(kind: str) -> list[list[int]]:
     return Reference(kind).answers([draw(length, length) for length in LENGTHS], 10)
 
 
+def test_decode_continues_from_the_state_of_the_prompt(path: str, wanted: list[list[int]]) -> None:
+    check_pair(path, wanted, "shm")
+
+
+# Built-in layers, and a model that attends nowhere.
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"], indirect=True)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_decode_continues_from_the_state_of_the_prompt(path: str, wanted: list[list[int]], transport: str) -> None:
+def test_every_transport_moves_states(path: str, kind: str, wanted: list[list[int]], transport: str) -> None:
+    check_pair(path, wanted, transport)
+
+
+def check_pair(path: str, wanted: list[list[int]], transport: str) -> None:
     pair = Pair(MAKE[transport], model=path)
     try:
         for length, tokens in zip(LENGTHS, wanted, strict=True):
@@ -92,3 +101,21 @@ def test_states_come_back_from_the_offload_file(path: str, kind: str, tmp_path: 
     assert stats.kv_blocks_received >= 2 * 15
     assert not stats.kv_recomputes
     engine.core.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "mamba2"], indirect=True)
+def test_engines_share_states_through_a_folder(path: str, kind: str, wanted: list[list[int]], tmp_path: Path) -> None:
+    prompts, engines = [draw(length, length) for length in LENGTHS], list[Engine]()
+    for turn in range(2):
+        engines.append(engine := Engine([], model=path, **tier("folder", tmp_path)))
+        for index, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True)):
+            engine.add(f"{turn}.{index}", prompt, PARAMS)
+            outputs = engine.run(f"{turn}.{index}")
+            assert [token for output in outputs for token in output.new_token_ids] == tokens
+        settle(engine.core._connector)
+        engine.core.shutdown()
+    stats = engines[1].core.scheduler.stats()
+    pool = engines[1].core.executor.kv_pool()
+    of_states = stats.kv_bytes_received["folder"] - stats.kv_blocks_received * pool.block_bytes
+    assert of_states >= 2 * pool.slot_bytes
+    assert not stats.kv_recomputes

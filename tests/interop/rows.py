@@ -87,11 +87,12 @@ def _run_vllm(program: str, directory: Path, num_requests: int) -> Result:
         server.start()
         server.wait()
         version = server.version
+        constraints = vllm_mesh.check_constraints(server)
         outcome = asyncio.run(vllm_mesh.campaign(server, directory, num_requests, report))
     finally:
         server.kill()
     engines = len(outcome.by_engine)
-    text = f"{num_requests} requests, {outcome.num_failed} failed; {'; '.join(lines[-2:])}"
+    text = f"{num_requests} requests, {outcome.num_failed} failed; {'; '.join(lines[-2:])}; {constraints}"
     return Result(version, text, is_failure=bool(outcome.num_failed) or engines < 2)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -206,6 +207,41 @@ async def campaign(vllm: VLLMProcess, directory: Path, num_requests: int, report
     report(f"went on at an engine of the other kind (marked): {len(outcome.marked)}")
     report(f"tokens other than those of ours alone: {len(moved)}, of these without the mark: {len(unmarked)}")
     return outcome
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+    "json": ({"json": SCHEMA}, lambda text: type(json.loads(text)["a"]) is bool),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": ({"regex": "[0-9]{3}x"}, lambda text: re.fullmatch("[0-9]{3}x", text) is not None),
+    "choice": ({"choice": ["yellow", "purple"]}, lambda text: text in ("yellow", "purple")),
+    "grammar": ({"grammar": 'root ::= "left" | "right"'}, lambda text: text in ("left", "right")),
+}
+"""Constraints that the demo model would not keep by itself, and what shows that an output keeps one."""
+
+
+def check_constraints(vllm: VLLMProcess) -> str:
+    """Ask a mesh whose one engine is vLLM for constrained outputs. Raises ``AssertionError`` for one that breaks its
+    constraint."""
+    with serving() as serve:
+        served = serve("--remote-vllm", vllm.url, "--max-num-seqs", "16")
+        with httpx.Client(base_url=served.url, timeout=120, trust_env=False) as http:
+            for name, (constraint, holds) in CONSTRAINED.items():
+                body = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "seed": 1}
+                body |= {"model": DEMO_MODEL_NAME, "structured_outputs": constraint}
+                answer = http.post("/v1/completions", json=body)
+                assert answer.status_code == 200, f"{name}: {answer.text[:300]}"
+                (choice,) = answer.json()["choices"]
+                is_cut = name == "json_object" and choice["finish_reason"] == "length"
+                assert choice["text"].startswith("{") if is_cut else holds(choice["text"]), f"{name}: {choice}"
+            turns = [{"role": "user", "content": "Look at it."}]
+            body = {"messages": turns, "tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "temperature": 0}
+            answer = http.post("/v1/chat/completions", json={"model": DEMO_MODEL_NAME, **body})
+            assert answer.status_code == 200, f"tool: {answer.text[:300]}"
+            (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+            assert type(json.loads(call["function"]["arguments"])["a"]) is bool, call
+    return f"{', '.join(CONSTRAINED)} and a required tool hold"
 
 
 async def _kill_by_turns(mesh: MixedMesh, clients: Clients, num_requests: int, report: Callable[[str], None]) -> None:

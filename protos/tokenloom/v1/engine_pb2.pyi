@@ -124,16 +124,18 @@ class PickId(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class KVSource(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "lease_id", "num_tokens")
+    __slots__ = ("engine_id", "engine_epoch", "lease_id", "num_tokens", "weights")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     lease_id: bytes
     num_tokens: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    weights: bytes
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class StopAt(_message.Message):
     __slots__ = ("slot", "num_tokens")

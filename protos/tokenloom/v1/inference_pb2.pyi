@@ -263,7 +263,7 @@ class FunctionCall(_message.Message):
     def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "token_index", "logprobs", "finish_reason", "stop_reason", "usage", "timeline", "prompt_logprobs", "prompt_token_ids", "reasoning", "tool_calls", "text_length", "routed_experts", "weights_version")
+    __slots__ = ("request_id", "index", "text", "token_ids", "token_index", "logprobs", "finish_reason", "stop_reason", "usage", "timeline", "prompt_logprobs", "prompt_token_ids", "reasoning", "tool_calls", "text_length", "routed_experts", "weights_version", "mixed_numerics")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +281,7 @@ class GenerateResponse(_message.Message):
     TEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MIXED_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -298,7 +299,8 @@ class GenerateResponse(_message.Message):
     text_length: int
     routed_experts: _types_pb2.RoutedExperts
     weights_version: str
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., text_length: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., weights_version: _Optional[str] = ...) -> None: ...
+    mixed_numerics: bool
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., text_length: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., weights_version: _Optional[str] = ..., mixed_numerics: _Optional[bool] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "function")
@@ -417,14 +419,16 @@ class PoolRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[PoolInput, _Mapping]]] = ..., options: _Optional[_Union[PoolInputOptions, _Mapping]] = ..., task: _Optional[_Union[_types_pb2.PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class PoolResponse(_message.Message):
-    __slots__ = ("request_id", "outputs", "usage")
+    __slots__ = ("request_id", "outputs", "usage", "weights_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     outputs: _containers.RepeatedCompositeFieldContainer[PooledOutput]
     usage: Usage
-    def __init__(self, request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[PooledOutput, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    weights_version: str
+    def __init__(self, request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[PooledOutput, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., weights_version: _Optional[str] = ...) -> None: ...
 
 class PooledOutput(_message.Message):
     __slots__ = ("index", "shape", "offset", "data")
@@ -489,20 +493,22 @@ class TranscribeOptions(_message.Message):
     def __init__(self, model: _Optional[str] = ..., translate: _Optional[bool] = ..., language: _Optional[str] = ..., prompt: _Optional[str] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., return_segments: _Optional[bool] = ..., return_words: _Optional[bool] = ..., return_logprobs: _Optional[bool] = ...) -> None: ...
 
 class TranscribeResponse(_message.Message):
-    __slots__ = ("text", "tokens", "seconds", "language", "segments", "words")
+    __slots__ = ("text", "tokens", "seconds", "language", "segments", "words", "weights_version")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     LANGUAGE_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     WORDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     text: str
     tokens: _containers.RepeatedCompositeFieldContainer[TranscriptToken]
     seconds: float
     language: str
     segments: _containers.RepeatedCompositeFieldContainer[TranscriptSegment]
     words: _containers.RepeatedCompositeFieldContainer[TranscriptWord]
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[TranscriptToken, _Mapping]]] = ..., seconds: _Optional[float] = ..., language: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[TranscriptSegment, _Mapping]]] = ..., words: _Optional[_Iterable[_Union[TranscriptWord, _Mapping]]] = ...) -> None: ...
+    weights_version: str
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[TranscriptToken, _Mapping]]] = ..., seconds: _Optional[float] = ..., language: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[TranscriptSegment, _Mapping]]] = ..., words: _Optional[_Iterable[_Union[TranscriptWord, _Mapping]]] = ..., weights_version: _Optional[str] = ...) -> None: ...
 
 class TranscriptToken(_message.Message):
     __slots__ = ("id", "text", "logprob")

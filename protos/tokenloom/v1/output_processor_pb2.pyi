@@ -133,18 +133,22 @@ class KVHandover(_message.Message):
     def __init__(self, hold: _Optional[bool] = ..., source: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ..., first_token_id: _Optional[int] = ...) -> None: ...
 
 class SampleJournal(_message.Message):
-    __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished", "weights")
+    __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished", "weights", "numerics", "mixed_numerics")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EMITTED_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     emitted_text_bytes: int
     finished: bool
     weights: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., finished: _Optional[bool] = ..., weights: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    numerics: str
+    mixed_numerics: bool
+    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., finished: _Optional[bool] = ..., weights: _Optional[_Iterable[bytes]] = ..., numerics: _Optional[str] = ..., mixed_numerics: _Optional[bool] = ...) -> None: ...
 
 class TextOptions(_message.Message):
     __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "stream_interval")
@@ -219,17 +223,21 @@ class ProcessFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., slot: _Optional[_Iterable[int]] = ..., text: _Optional[_Iterable[str]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[RequestFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotTextLogprobs, _Mapping]]] = ..., engine_death_slots: _Optional[_Iterable[int]] = ..., sample_index: _Optional[_Iterable[int]] = ..., leaving: _Optional[bool] = ..., pooled: _Optional[_Iterable[_Union[_types_pb2.Pooled, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[SampleWeights, _Mapping]]] = ...) -> None: ...
 
 class SampleWeights(_message.Message):
-    __slots__ = ("slot", "sample_index", "weights")
+    __slots__ = ("slot", "sample_index", "weights", "numerics", "mixed_numerics")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     sample_index: int
     weights: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, slot: _Optional[int] = ..., sample_index: _Optional[int] = ..., weights: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    numerics: str
+    mixed_numerics: bool
+    def __init__(self, slot: _Optional[int] = ..., sample_index: _Optional[int] = ..., weights: _Optional[_Iterable[bytes]] = ..., numerics: _Optional[str] = ..., mixed_numerics: _Optional[bool] = ...) -> None: ...
 
 class RequestFinished(_message.Message):
-    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index", "routed_experts", "kv", "weights_version")
+    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index", "routed_experts", "kv", "weights_version", "numerics")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +251,7 @@ class RequestFinished(_message.Message):
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     reason: _types_pb2.FinishReason
     stop_reason: str
@@ -256,7 +265,8 @@ class RequestFinished(_message.Message):
     routed_experts: _types_pb2.RoutedExperts
     kv: _engine_pb2.KVSource
     weights_version: str
-    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., kv: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ..., weights_version: _Optional[str] = ...) -> None: ...
+    numerics: str
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., kv: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ..., weights_version: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class SlotTextLogprobs(_message.Message):
     __slots__ = ("slot", "prompt", "token_index", "logprobs", "sampled_text", "token_text", "sample_index", "first_text")

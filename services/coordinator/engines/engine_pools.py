@@ -11,7 +11,7 @@ from tokenloom.request.errors import InvalidArgument, Unavailable, WeightsReplac
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
-from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine, names_numerics
 from tokenloom.services.runtime.placement.pairing import missing_role
 from tokenloom.services.runtime.placement.pool import Pool, has_rank, make_pool
 from tokenloom.v1.coordinator_pb2 import PickRequest, Subset
@@ -182,10 +182,10 @@ class EnginePools:
             self.clear()
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
-        if is_of_engine(request.fingerprint):
-            rows = self._computing_alike(key, rows, request.fingerprint)
-        elif not request.fingerprint.weights:
+        if not request.fingerprint.weights and not is_of_engine(request.fingerprint):
             rows = self._not_aside(rows)
+        if names_numerics(request.fingerprint):
+            rows = self._computing_alike(key, rows, request.fingerprint)
         if not len(rows) and is_complete and self._are_replaced(request.fingerprint):
             # An engine that comes back loads the new ones: the request would wait until its deadline.
             raise WeightsReplaced("No engine has the weights any more with which the answer began; send it again.")

@@ -87,7 +87,8 @@ class VLLMCore:
     def __init__(
         self, server: VLLMServer, config: EngineConfig, vocab_size: int, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        """``config``: only the checkpoint, ``max_num_seqs`` and ``max_model_len`` count. ``clock``: nanoseconds."""
+        """``config``: only the checkpoint, the marks of its reasoning, ``max_num_seqs`` and ``max_model_len`` count.
+        ``clock``: nanoseconds."""
         self._server = server
         self._config = config
         self._vocab_size = vocab_size
@@ -152,7 +153,7 @@ class VLLMCore:
         self._num_added += 1
         request.prompt_token_ids, request.packed_prompt = request.listed_prompt(), b""
         live = _Live(request, self._clock(), list(request.accepted_token_ids))
-        if missing := lacking(request):
+        if missing := self._lacking(request):
             self._refuse(live, missing)
             return
         if request.accepted_token_ids:
@@ -345,6 +346,9 @@ class VLLMCore:
         stats.num_free_blocks = max(self._num_blocks - used, 0)
         stats.kv_usage = min(used / self._num_blocks, 1.0)
 
+    def _lacking(self, request: EngineCoreRequest) -> str:
+        return lacking(request, may_reason=self._config.reasoning.marks is not None)
+
     def _refuse(self, live: _Live, missing: str) -> None:
         self._end_with(live, f"this engine computes by vLLM, which does not do here: {missing}", ErrorKind.LACKS)
 
@@ -436,7 +440,7 @@ class VLLMCore:
     def _keep(self, live: _Live) -> None:
         """Let a request whose connection a pause has closed wait here, before the others, with the tokens that it
         has."""
-        if live.has_token and lacking(replace(live.request, accepted_token_ids=live.token_ids)):
+        if live.has_token and self._lacking(replace(live.request, accepted_token_ids=live.token_ids)):
             self._end_with(live, "the engine was paused; retry the request", ErrorKind.LEAVING)
             return
         self._hold(live)
@@ -454,5 +458,5 @@ def remote_core(settings: EngineSettings, checkpoint: str) -> VLLMCore:
     """Return the core that the settings name, for the checkpoint in this directory. Raises ``ValueError``."""
     file = settings.remote_vllm_key_file
     server = VLLMServer(settings.remote_vllm, "" if file is None else read_key(file))
-    config = replace(settings.engine, worker=replace(settings.engine.worker, model=checkpoint))
+    config = settings.engine_config(checkpoint)
     return VLLMCore(server, config, read_sizes(Path(checkpoint)).vocab_size)

@@ -12,7 +12,9 @@ import httptools
 import msgspec
 from msgspec import Meta, Struct
 
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
+from tokenloom.request.reasoning import ReasoningStart
 from tokenloom.request.sampling_params import sample_seed
 
 CONNECT_SECONDS = 5.0
@@ -327,10 +329,12 @@ def _kv_blocks(page: bytes) -> tuple[int, int]:
     return size, number
 
 
-def lacking(request: EngineCoreRequest) -> str:
-    """Return what a request needs that the server does not do, in words; empty: nothing."""
+def lacking(request: EngineCoreRequest, *, may_reason: bool = False) -> str:
+    """Return what a request needs that the server does not do, in words; empty: nothing. ``may_reason``: whether the
+    model reasons, so that a constraint begins where that ends, unless the prompt has ended it."""
     params, continues = request.sampling_params, bool(request.accepted_token_ids)
-    logprobs = params.logprobs
+    logprobs, is_constrained = params.logprobs, params.structured_output is not None
+    may_reason = may_reason and request.reasoning_start != ReasoningStart.CLOSED
     needs = {
         "pooling": request.pooling_params is not None,
         "embeddings in its prompt": request.prompt_embeds,
@@ -338,7 +342,7 @@ def lacking(request: EngineCoreRequest) -> str:
         "a LoRA adapter": request.adapter,
         "KV of another engine, or for one": request.lease_id or request.awaits_tokens or request.remote_kv is not None,
         "further inputs": request.resumable,
-        "structured outputs": params.structured_output is not None,
+        "structured outputs after reasoning": is_constrained and may_reason,
         "thinking_token_budget": params.thinking_token_budget is not None,
         "bad_words": params.bad_words,
         "the rules of a transcript": params.transcript is not None,
@@ -349,6 +353,7 @@ def lacking(request: EngineCoreRequest) -> str:
         f"more than {MOST_LOGPROBS} logprobs": logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS,
         f"a temperature above {MOST_TEMPERATURE:g}": params.temperature > MOST_TEMPERATURE,
         # The server takes the tokens so far for a part of the prompt, which these leave out.
+        "structured outputs after tokens of another engine": continues and is_constrained,
         "presence_penalty over tokens of another engine": continues and params.presence_penalty,
         "frequency_penalty over tokens of another engine": continues and params.frequency_penalty,
         "repetition_detection over tokens of another engine": continues and params.repetition_detection is not None,
@@ -376,15 +381,35 @@ def generate_body(request: EngineCoreRequest, token_ids: Sequence[int], model: s
         sampling["seed"] = sample_seed(params.seed, num_output) & (2**63 - 1)
     if params.logprobs is not None:
         sampling["logprobs"] = params.logprobs + 1
+    if params.structured_output is not None:
+        sampling["structured_outputs"] = _constraint(params.structured_output)
     body: dict[str, object] = {
         "model": model,
         "token_ids": [*request.prompt_token_ids, *token_ids],
         "sampling_params": sampling,
         "stream": True,
     }
+    if params.structured_output is not None:
+        body["reasoning_ended"] = True  # the constraint holds from the first token, whatever parser the server has
     if request.cache_salt:
         body["cache_salt"] = request.cache_salt.hex()
     return msgspec.json.encode(body)
+
+
+def _constraint(output: StructuredOutput) -> dict[str, object]:
+    """Return a constraint as the server's ``structured_outputs``."""
+    source: object = output.source
+    # The backends of both sides know all of these kinds; what the server's does not know of one, it says.
+    if output.kind is GrammarKind.CHOICE:
+        source = msgspec.json.decode(output.source)
+    elif output.kind is GrammarKind.JSON_OBJECT:
+        source = True
+    found = {output.kind.value: source}
+    if output.disable_any_whitespace:
+        found["disable_any_whitespace"] = True
+    if output.whitespace_pattern is not None:
+        found["whitespace_pattern"] = output.whitespace_pattern
+    return found
 
 
 def to_logprobs(positions: Sequence[PositionLogprobs], top: int, vocab_size: int) -> Logprobs:

@@ -130,7 +130,8 @@ class BeamRun:
         self._deadline_ns = deadline_ns
         self._clock = clock
         self._cached_tokens = [0] * len(submits)
-        self._weights_version = ""
+        self._weights_version = self._numerics = ""
+        self._is_mixed = False
         self._cancels: list[Cancel] = []  # of the present step
         self._is_cancelled = False
         self.num_steps = 0
@@ -195,6 +196,9 @@ class BeamRun:
                 if delta.finished is not None:
                     self._count_cached(chosen[delta.index], delta.finished)
                     self._check_weights(delta.finished.weights_version)
+                    # A search that has begun goes on as any other answer: where engines compute as for its first step.
+                    self._numerics = self._numerics or delta.finished.numerics
+                    self._is_mixed |= delta.finished.timeline.mixed_numerics
         return found
 
     def _request(self, number: int, beam: Beam[Row], name: str) -> output_processor_pb2.Submit:
@@ -202,6 +206,8 @@ class BeamRun:
         submit.CopyFrom(self._steps[number])
         submit.prompt.token_ids.extend(beam.token_ids)
         submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{name}"
+        if self._numerics:
+            submit.journals.add(numerics=self._numerics)
         submit.timeout.FromNanoseconds(max(self._deadline_ns - self._clock(), 0))
         return submit
 
@@ -237,6 +243,7 @@ class BeamRun:
             cached_tokens=cached_tokens,
             attempts=1,
             weights_version=self._weights_version,
+            timeline=types_pb2.Timeline(mixed_numerics=self._is_mixed),
         )
         text = await self._texts.text_of(submit, beam.token_ids[:-1] if is_stop else beam.token_ids)
         params = submit.sampling_params

@@ -212,6 +212,7 @@ class Transcription:
         seconds: Of the sound; known once it runs.
         language: Code of the language; empty: it is not known.
         segments, words: Those that have been heard.
+        weights_version: Of the weights that have computed it; joined by + if they were replaced between two pieces.
     """
 
     def __init__(self, calls: SoundCalls) -> None:
@@ -220,6 +221,7 @@ class Transcription:
         self.language = calls.request.language
         self.segments: list[HeardSegment] = []
         self.words: list[Word] = []
+        self.weights_version = ""
         self._silence: float | None = None  # the probability in the first piece, if the language was found there
 
     async def run(self) -> AsyncGenerator[Sequence[HeardToken], None]:
@@ -263,7 +265,9 @@ class Transcription:
                     yield tokens[num_settled:end], 0
                     num_settled = end
                 deltas = [] if generation.done else await generation.take()
-            ends = generation.stop_token_ids
+            ends, version = generation.stop_token_ids, generation.finished[0].weights_version
+        if not self.weights_version.endswith(version):
+            self.weights_version += f"+{version}" if self.weights_version else version
         avg_logprob = math.fsum(each.logprob for each in tokens) / max(len(tokens), 1)  # with what ends the output
         if tokens and tokens[-1].id in ends:
             tokens.pop()

@@ -298,6 +298,7 @@ def _response(generation: RunningGeneration, delta: Delta) -> inference_pb2.Gene
         response.finish_reason = delta.finished.reason
         response.stop_reason = delta.finished.stop_reason
         response.weights_version = delta.finished.weights_version
+        response.mixed_numerics = delta.finished.timeline.mixed_numerics
         if delta.finished.HasField("routed_experts"):
             response.routed_experts.CopyFrom(delta.finished.routed_experts)
     return response

@@ -90,6 +90,7 @@ class PoolingCall:
                 response.outputs.append(output)
                 size += len(output.data)
             response.usage.CopyFrom(pooling.usage)
+            response.weights_version = pooling.weights_version
             await context.write(response)
 
     def _generate_request(
@@ -262,6 +263,7 @@ class TranscribeCall:
             text=text,
             seconds=transcription.seconds,
             language=transcription.language,
+            weights_version=transcription.weights_version,
             segments=map(_segment, segments),
             words=[
                 inference_pb2.TranscriptWord(text=each.text, start=each.start, end=each.end)

@@ -29,6 +29,7 @@ from ..tenants.tenant_shares import TenantShares
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+WEIGHTS_METADATA, MIXED_METADATA = "x-tokenloom-weights-version", "x-tokenloom-mixed-numerics"
 _REFUSED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _POSITIVE = (
     "top_p",
@@ -106,6 +107,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     for delta in await generation.take():
                         async for response in answer.responses(delta):
                             await context.write(response)
+                # vLLM's messages have no fields for it.
+                context.set_trailing_metadata(_origin(generation))
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         missing = self._meshes.missing()
@@ -286,6 +289,17 @@ class _Answer:
             complete.matched_stop_str = reason
         elif reason.isdecimal() and int(reason) in self._options.stop_token_ids:
             complete.matched_token_id = int(reason)
+
+
+def _origin(generation: RunningGeneration) -> Sequence[tuple[str, str]]:
+    """Return what computed the outputs, as metadata: versions of weights by output, and a mark of several numerics."""
+    ends = [generation.finished[index] for index in sorted(generation.finished)]
+    found = []
+    if any(finished.weights_version for finished in ends):
+        found.append((WEIGHTS_METADATA, ",".join(finished.weights_version for finished in ends)))
+    if any(finished.timeline.mixed_numerics for finished in ends):
+        found.append((MIXED_METADATA, "true"))
+    return found
 
 
 def _add(logprobs: pb.OutputLogProbs, at: TokenPosition) -> None:

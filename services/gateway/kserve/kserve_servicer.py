@@ -221,5 +221,12 @@ def _close(
     response.parameters["triton_final_response"].bool_param = True
     response.parameters["prompt_tokens"].int64_param = usage.prompt_tokens
     response.parameters["completion_tokens"].int64_param = usage.completion_tokens
-    if isinstance(generation, RunningGeneration) and (version := generation.finished[0].weights_version):
+    if isinstance(generation, RunningPooling):
+        versions = {generation.weights_version}
+    else:
+        ends = generation.finished.values()
+        versions = {finished.weights_version for finished in ends}
+        if any(finished.timeline.mixed_numerics for finished in ends):
+            response.parameters["mixed_numerics"].bool_param = True
+    if version := ",".join(sorted(versions - {""})):
         response.parameters["weights_version"].string_param = version

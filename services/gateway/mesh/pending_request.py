@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -68,6 +68,14 @@ Incarnation: TypeAlias = tuple[str, int]
 """The address and the epoch of an output processor: one that was restarted has another epoch."""
 
 
+class Origin(NamedTuple):
+    """What has computed a sample's tokens, as ``SampleWeights`` says it."""
+
+    weights: Sequence[bytes]
+    numerics: str
+    is_mixed: bool
+
+
 class PendingRequest:
     """Holds one Submit from its beginning until its last sample has ended, whichever output processors run it.
 
@@ -86,7 +94,7 @@ class PendingRequest:
         unknown_to: The streams whose output processors do not have it, while it is sought.
         debt: Says whether it may be sent again.
         is_accepted: An output processor has run it, so that it is not refused any more.
-        weights: By sample, those that computed its tokens, as in ``SampleWeights``.
+        origins: By sample, what computed its tokens.
         withdraw: Ends it at its output processor.
         sought_until: When the search ends for the output processor that has the request, which is to be resumed; 0: it
             is a new request, or its output processor was found.
@@ -113,12 +121,12 @@ class PendingRequest:
         "num_live",
         "num_prompt_logprobs",
         "num_samples",
+        "origins",
         "refused_by",
         "request_id",
         "sought_until",
         "takes_over",
         "unknown_to",
-        "weights",
         "withdraw",
     )
 
@@ -154,7 +162,7 @@ class PendingRequest:
         self.is_accepted = False
         self.media = media
         self._num_media_losses = 0
-        self.weights: dict[int, Sequence[bytes]] = {}
+        self.origins: dict[int, Origin] = {}
         self.withdraw: Callable[[], None] | None = None
         self._submit: pb.Submit | None = submit
         self._resume = _resume(submit) if sought_until else None
@@ -201,13 +209,19 @@ class PendingRequest:
             submit.timeout.CopyFrom(_duration(left_ns))
         submit.engine_deaths = self.engine_deaths
         submit.num_prompt_logprobs = self.num_prompt_logprobs
+        given = {journal.sample_index: journal for journal in self._submit.journals}
+        del submit.journals[:]
         for sample_index in range(self.num_samples):
             # The journal is what the client has, 4 bytes a token. The next output processor replays it through its
             # detokenizer and stop strings, and sends only what is new, at whichever frame the stream broke.
             journal = self.collector.journal(self.first_index + sample_index, sample_index)
             if journal.token_ids or journal.emitted_text_bytes or journal.finished:
-                journal.weights.extend(self.weights.get(sample_index, ()))
+                if (origin := self.origins.get(sample_index)) is not None:
+                    journal.weights.extend(origin.weights)
+                    journal.numerics, journal.mixed_numerics = origin.numerics, origin.is_mixed
                 submit.journals.append(journal)
+            elif sample_index in given:
+                submit.journals.append(given[sample_index])
         if submit.journals:
             submit.take_over = False  # what the client has must not come again
         self._num_tokens_sent = self._num_tokens()

@@ -23,7 +23,7 @@ from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
 
 from ..records.request_ids import MARK_DIGITS, RANDOM_DIGITS
-from .pending_request import Incarnation, PendingRequest
+from .pending_request import Incarnation, Origin, PendingRequest
 
 
 class FrameRows:
@@ -173,7 +173,9 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         logprobs_of = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         for each in frame.weights:
             if (target := self.slots.get(each.slot)) is not None and each.sample_index < target.num_samples:
-                target.weights[each.sample_index] = tuple(each.weights)  # the field would keep the frame
+                # The message would keep the frame.
+                origin = Origin(tuple(each.weights), each.numerics, each.mixed_numerics)
+                target.origins[each.sample_index] = origin
         ending = {(finished.slot, finished.sample_index) for finished in frame.finished}
         start, has_begun = 0, False
         for slot, sample, text, token_index, count in rows:

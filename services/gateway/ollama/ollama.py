@@ -15,7 +15,7 @@ from tokenloom.request.tool_format import ToolFormat
 from tokenloom.v1 import types_pb2
 
 from ..assistant.message_plans import CallDelta, MessagePlans, OutputReader, calls_of, reasoning_of, text_of
-from ..encoding.sse import encode_json
+from ..encoding.sse import encode_json, members
 from ..endpoints.generation_endpoint import GenerationEndpoint
 from ..formats.call_arguments import read_arguments
 from ..formats.call_parser import numbered_call_id
@@ -31,7 +31,7 @@ from ..openai.completions import CompletionsApi
 from ..openapi.ollama_schemas import OllamaEmbedRequest, OllamaRequest
 from ..openapi.pooling_schemas import PoolingFields
 from ..openapi.request_schemas import CommonFields
-from ..pooling.pooling_api import Shape, ignored_fields, make_generate_request, split_inputs
+from ..pooling.pooling_api import Shape, ignored_fields, make_generate_request, split_inputs, version_members
 from ..pooling.vector_json import result_blocks
 from ..records.generate_request import GenerateRequest
 from ..records.pooling_input import PoolingInput, check_count
@@ -382,7 +382,7 @@ class OllamaEmbedApi:
 def _single(pooling: RunningPooling) -> Iterator[bytes]:
     yield b'{"embedding":'
     yield from result_blocks(pooling.results[0], as_base64=False)
-    yield b"}"
+    yield members(version_members(pooling)) + b"}"
 
 
 def _all(pooling: RunningPooling, began_ns: int) -> Iterator[bytes]:
@@ -391,4 +391,4 @@ def _all(pooling: RunningPooling, began_ns: int) -> Iterator[bytes]:
         yield b"," if index else b""
         yield from result_blocks(result, as_base64=False)
     counts = {"prompt_eval_count": pooling.usage.prompt_tokens, "total_duration": time.monotonic_ns() - began_ns}
-    yield b"]," + encode_json(counts | {"load_duration": 0})[1:]
+    yield b"]," + encode_json(counts | {"load_duration": 0} | version_members(pooling))[1:]

@@ -162,11 +162,13 @@ class AnswerBase:
 
 
 def origin_members(finished: output_processor_pb2.RequestFinished) -> dict[str, object]:
-    """Return what computed an output, as members: the version of the weights, and the experts of its tokens, a ``.npy``
-    file in base64, if the client asked for them."""
+    """Return what computed an output, as members: the version of the weights, whether engines of different kinds did,
+    and the experts of its tokens, a ``.npy`` file in base64, if the client asked for them."""
     members: dict[str, object] = {}
     if finished.weights_version:
         members["weights_version"] = finished.weights_version
+    if finished.timeline.mixed_numerics:
+        members["mixed_numerics"] = True
     if finished.HasField("routed_experts"):
         members["routed_experts"] = base64.b64encode(to_npy(finished.routed_experts)).decode()
     return members

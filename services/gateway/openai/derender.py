@@ -201,6 +201,7 @@ class Derenderer:
             reason = session.turn.finish_reason(reason, is_stopped=isinstance(stop, str))
         choice: dict[str, object] = {"index": output.choice.index, **delta, "logprobs": logprobs}
         choice |= {"finish_reason": reason, "stop_reason": stop}
+        choice |= _origin(output.choice)
         if asked.options.return_token_ids:
             choice["token_ids"] = output.token_ids
         body = chunk | {"choices": [choice], "usage": self._chunk_usage(asked)}
@@ -302,6 +303,7 @@ class Derenderer:
             choice["text"] = "".join(pieces)
         logprobs, _ = await _logprobs(asked, output, 0)
         choice |= {"logprobs": logprobs, "finish_reason": reason, "stop_reason": stop}
+        choice |= _origin(output.choice)
         if asked.options.return_token_ids:
             choice["token_ids"] = output.token_ids
         return choice
@@ -420,6 +422,12 @@ def _ending(choice: GeneratedChoice, text: TextState) -> tuple[str | None, str |
     if text.stop_string is not None:
         return "stop", text.stop_string
     return choice.finish_reason, choice.stop_reason
+
+
+def _origin(choice: GeneratedChoice) -> dict[str, object]:
+    """Return what an answer in tokens says of where they come from, as the answer in text has it."""
+    named = {"weights_version": choice.weights_version, "mixed_numerics": choice.mixed_numerics}
+    return {name: value for name, value in named.items() if value}
 
 
 async def _logprobs(asked: Derendering, output: _Output, offset: int) -> tuple[msgspec.Raw | None, int]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _WHY = "the mesh places prefill and decode itself, and its engines take KV and rows only from engines of its registry"
 _OF_SOURCE = ("remote_engine_id", "remote_engine_epoch", "remote_lease_id", "remote_num_tokens", "first_token_id")
+_WEIGHTS = "remote_weights"
+"""The whole fingerprint of the weights that computed the KV, in hexadecimal digits."""
 _HOLD, _READ = "do_remote_decode", "do_remote_prefill"
 _FIELDS = {"hold_kv": "kv_transfer_params", "kv_source": "kv_transfer_params"}
 _OF_VLLM = ("remote_request_id", "remote_block_ids", "remote_host", "remote_port", "tp_size")
@@ -103,7 +105,7 @@ class TokensApi:
 def _half(given: dict[str, Any], request: GenerateRequest) -> output_processor_pb2.KVHandover:
     """Return which half of a request its parameters ask for. Raises ``InvalidArgument``."""
     where, values = "kv_transfer_params", {name: value for name, value in given.items() if value is not None}
-    if unknown := sorted(values.keys() - {_HOLD, _READ, *_OF_SOURCE, *_OF_VLLM}):
+    if unknown := sorted(values.keys() - {_HOLD, _READ, _WEIGHTS, *_OF_SOURCE, *_OF_VLLM}):
         raise errors.InvalidArgument(f"{where}.{unknown[0][:64]} is unknown", where)
     holds, reads = (values.get(name, False) for name in (_HOLD, _READ))
     if {type(holds), type(reads)} != {bool} or holds is reads:
@@ -126,13 +128,20 @@ def _half(given: dict[str, Any], request: GenerateRequest) -> output_processor_p
 def _source(values: dict[str, Any], where: str) -> engine_pb2.KVSource:
     engine_id, epoch, lease = (values[name] for name in _OF_SOURCE[:3])
     try:
-        numbers = int(epoch, 16), bytes.fromhex(lease)
+        numbers = int(epoch, 16), bytes.fromhex(lease), bytes.fromhex(values.get(_WEIGHTS, ""))
     except (TypeError, ValueError):
-        raise errors.InvalidArgument(f"{where}: epoch and lease are not what a prefill has returned", where) from None
+        message = f"{where}: epoch, lease and weights are not what a prefill has returned"
+        raise errors.InvalidArgument(message, where) from None
     if not isinstance(engine_id, str) or not 0 <= numbers[0] < 2**64 or len(numbers[1]) != _LEASE_BYTES:
         raise errors.InvalidArgument(f"{where}: engine, epoch or lease is not what a prefill has returned", where)
+    if len(numbers[2]) not in (0, _WEIGHTS_BYTES):
+        raise errors.InvalidArgument(f"{where}.{_WEIGHTS} is not what a prefill has returned", where)
     return engine_pb2.KVSource(
-        engine_id=engine_id, engine_epoch=numbers[0], lease_id=numbers[1], num_tokens=_number(values, where, 3)
+        engine_id=engine_id,
+        engine_epoch=numbers[0],
+        lease_id=numbers[1],
+        num_tokens=_number(values, where, 3),
+        weights=numbers[2],
     )
 
 
@@ -141,7 +150,7 @@ def _number(values: dict[str, Any], where: str, index: int) -> int:
     return narrow_int(f"{where}.{name}", values[name], 0, 2**32 - 1)
 
 
-_LEASE_BYTES = 16
+_LEASE_BYTES, _WEIGHTS_BYTES = 16, 32
 
 
 def kv_member(finished: output_processor_pb2.RequestFinished | None, token_ids: Sequence[int]) -> dict[str, Any] | None:
@@ -150,7 +159,8 @@ def kv_member(finished: output_processor_pb2.RequestFinished | None, token_ids: 
         return None
     kv = finished.kv
     named = kv.engine_id, f"{kv.engine_epoch:x}", kv.lease_id.hex(), kv.num_tokens, token_ids[0]
-    return {_READ: True, _HOLD: False, **dict(zip(_OF_SOURCE, named, strict=True))}
+    weights = {_WEIGHTS: kv.weights.hex()} if kv.weights else {}
+    return {_READ: True, _HOLD: False, **dict(zip(_OF_SOURCE, named, strict=True)), **weights}
 
 
 def _shown(fields: TokenGenerationRequest) -> Chat | None:

@@ -214,7 +214,8 @@ async def _stream(
         await _write(exchange, _delta(rest) | _logprobs(unsent, answer), headers)
     heard += unsent
     done = {"type": "transcript.text.done", "text": "".join(texts), "usage": _usage(transcription)}
-    await _write(exchange, done | _logprobs(heard, answer), headers)
+    version = {"weights_version": transcription.weights_version} if transcription.weights_version else {}
+    await _write(exchange, done | version | _logprobs(heard, answer), headers)
     await exchange.finish(sse.DONE)
 
 
@@ -250,7 +251,7 @@ def _body(
 ) -> tuple[bytes, bytes]:
     """Return an answer and its media type. ``heard``: the tokens of its text."""
     text = b"".join(each.text for each in heard).decode(errors="replace").strip()
-    segments, usage = transcription.segments, _usage(transcription)
+    segments, usage, version = transcription.segments, _usage(transcription), transcription.weights_version or None
     if answer.name == "text":
         return f"{text}\n".encode(), _TEXT
     if answer.name == "srt":
@@ -259,7 +260,7 @@ def _body(
         return "".join(_vtt(segments)).encode(), _TEXT
     if answer.name == "json":
         logprobs = list(map(_logprob, heard)) if answer.has_logprobs else None
-        return sse.encode_json(Transcript(text=text, logprobs=logprobs, usage=usage)), JSON
+        return sse.encode_json(Transcript(text=text, logprobs=logprobs, usage=usage, weights_version=version)), JSON
     name = next((each.names[0] for each in traits.languages if each.code == transcription.language), "english")
     whole = Transcript(
         text=text,
@@ -271,6 +272,7 @@ def _body(
         if "word" in answer.granularities
         else None,
         usage=usage,
+        weights_version=version,
     )
     return sse.encode_json(whole), JSON
 

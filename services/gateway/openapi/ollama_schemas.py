@@ -5,6 +5,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from .response_schemas import MIXED_NUMERICS, WEIGHTS_VERSION
+
 _NAME = "Name of the served model or of an adapter; `:latest` may follow."
 _NANOSECONDS = "Nanoseconds of the whole request."
 
@@ -65,6 +67,8 @@ class OllamaResponse(msgspec.Struct, omit_defaults=True):
     prompt_eval_duration: Annotated[int | None, Meta(description="Nanoseconds of the prompt.")] = None
     eval_count: Annotated[int | None, Meta(description="Tokens of the output.")] = None
     eval_duration: Annotated[int | None, Meta(description="Nanoseconds after the prompt.")] = None
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
+    mixed_numerics: Annotated[bool | None, Meta(description=MIXED_NUMERICS)] = None
 
 
 class OllamaVectors(msgspec.Struct):
@@ -75,12 +79,14 @@ class OllamaVectors(msgspec.Struct):
     total_duration: Annotated[int, Meta(description=_NANOSECONDS)]
     load_duration: Annotated[int, Meta(description="0.")]
     prompt_eval_count: Annotated[int, Meta(description="Tokens of all inputs.")]
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
 
 
 class OllamaVector(msgspec.Struct):
     """The vector of one text."""
 
     embedding: Annotated[list[float], Meta(description="The vector.")]
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
 
 
 class OllamaModelEntry(msgspec.Struct, omit_defaults=True):

@@ -10,6 +10,7 @@ WEIGHTS_VERSION = (
     "The weights that computed the output, as 16 hexadecimal digits. Several are joined by +, in order: an operator "
     "let the request go on over a change of weights. Absent if the engine has no weights."
 )
+MIXED_NUMERICS = "True: an engine was lost, and one that computes in another way went on. Otherwise absent."
 
 
 class ErrorObject(msgspec.Struct):
@@ -114,6 +115,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that ended the output.")]
     token_ids: Annotated[list[int] | None, Meta(description="Token ids of the output, if requested.")] = None
     weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
+    mixed_numerics: Annotated[bool | None, Meta(description=MIXED_NUMERICS)] = None
 
 
 class ChatCompletion(msgspec.Struct):
@@ -136,6 +138,7 @@ class TextChoice(msgspec.Struct):
     finish_reason: Annotated[FinishReason, Meta(description="Why the output ended.")]
     stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that ended the output.")]
     weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
+    mixed_numerics: Annotated[bool | None, Meta(description=MIXED_NUMERICS)] = None
 
 
 class Completion(msgspec.Struct):
@@ -230,6 +233,7 @@ class AnthropicMessage(msgspec.Struct):
     stop_sequence: Annotated[str | None, Meta(description="The stop sequence that ended the output.")]
     usage: Annotated[MessageUsage, Meta(description="Token counts.")]
     weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
+    mixed_numerics: Annotated[bool | None, Meta(description=MIXED_NUMERICS)] = None
 
 
 class TokenCount(msgspec.Struct):

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from .request_schemas import CommonFields, StreamOptions
+from .response_schemas import MIXED_NUMERICS, WEIGHTS_VERSION
 
 TokenIds = Annotated[
     Any,
@@ -156,6 +157,8 @@ class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Annotated[str | None, Meta(description="Why it ended; null: it goes on.")] = None
     stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that ended it.")] = None
     text: Annotated[str | None, Meta(description="With output_mode text.")] = None
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
+    mixed_numerics: Annotated[bool | None, Meta(description=MIXED_NUMERICS)] = None
 
 
 class GeneratedTokens(msgspec.Struct, frozen=True, kw_only=True):

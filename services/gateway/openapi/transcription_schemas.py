@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from .response_schemas import WEIGHTS_VERSION
+
 
 class TranslationForm(msgspec.Struct, kw_only=True):
     """Asks for what is said in a sound, in English."""
@@ -86,3 +88,4 @@ class Transcript(msgspec.Struct, kw_only=True, omit_defaults=True):
     words: Annotated[list[TranscriptWord] | None, Meta(description="With verbose_json, if asked for.")] = None
     logprobs: Annotated[list[TranscriptLogprob] | None, Meta(description="With json, if asked for.")] = None
     usage: Annotated[SoundUsage, Meta(description="How much was heard.")]
+    weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None

@@ -55,8 +55,12 @@ class ListAnswer:
 
 def tail(pooling: RunningPooling) -> bytes:
     """Return the end of an answer, after the last object of its list."""
-    version = {"weights_version": pooling.weights_version} if pooling.weights_version else {}
-    return b"]" + sse.members({"usage": usage_object(pooling), **version}) + b"}"
+    return b"]" + sse.members({"usage": usage_object(pooling), **version_members(pooling)}) + b"}"
+
+
+def version_members(pooling: RunningPooling) -> dict[str, object]:
+    """Return the version of the weights that computed all results, as a member; nothing if the engines have none."""
+    return {"weights_version": pooling.weights_version} if pooling.weights_version else {}
 
 
 def usage_object(pooling: RunningPooling) -> dict[str, object]:

@@ -194,16 +194,19 @@ class EngineSearch:
             return True
         return cause in (Cause.GONE, Cause.FULL, Cause.UNFIT)
 
-    def next_round(self, *, others_served: bool) -> None:
+    def next_round(self, *, others_served: bool, began_at_theirs: bool = False) -> None:
         """Let engines that failed the sample be asked again, apart from those that do not do what it needs.
 
-        ``others_served``: whether the mesh has had an engine of ours. Raises what refused the sample if it need not
-        wait for another engine: one refused it because it is full, or none has come for :data:`UNFIT_SECONDS` that does
-        what it needs. One that has begun waits like any other.
+        ``others_served``: whether the mesh has had an engine of ours, as far as this process has seen.
+        ``began_at_theirs``: whether a server of others has computed its tokens so far. Raises what refused the sample
+        if it need not wait for another engine: one refused it because it is full, or none has come for
+        :data:`UNFIT_SECONDS` that does what it needs. One that has begun waits like any other, unless it began where
+        there is nothing else.
         """
         if self.overload is not None:
             raise self.overload
-        may_wait = self._has_begun or (others_served and asyncio.get_running_loop().time() < self._unfit_until)
+        may_wait = others_served and asyncio.get_running_loop().time() < self._unfit_until
+        may_wait |= self._has_begun and (others_served or not began_at_theirs)
         if self.unfit is not None and not may_wait:
             raise self.unfit
         self.exclude = list(self._unfit)

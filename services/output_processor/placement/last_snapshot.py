@@ -13,7 +13,7 @@ from tokenloom.services.runtime.peers.hello import fingerprint_difference, is_fo
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
-from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, names_numerics
 from tokenloom.services.runtime.placement.pool import has_rank, make_pool
 from tokenloom.services.runtime.placement.prefix_homes import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
@@ -208,7 +208,7 @@ class LastSnapshot:
 
     def _candidates(self, request: PickRequest, exclude: Collection[EngineKey]) -> Rows:
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
-        if is_of_engine(request.fingerprint):
+        if names_numerics(request.fingerprint):
             kinds = self._columns.kind[rows]
             alike = rows[self._kinds.computing_as(request.fingerprint)[kinds]]
             if not len(alike) and not self._mixes_numerics:

@@ -13,6 +13,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.packed_ids import num_ids
 from tokenloom.request.prefix_schedule import SESSION_HASHES
+from tokenloom.services.runtime.peers.hello import is_foreign
 from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
@@ -120,7 +121,7 @@ class Placer:
         if (
             only is None
             or self._is_closed
-            or submit.journals
+            or any(journal.token_ids or journal.emitted_text_bytes for journal in submit.journals)
             or submit.trace_headers
             or submit.prompt.adapter
             or submit.HasField("pooling_params")
@@ -134,11 +135,13 @@ class Placer:
         # The engine's KV cache must hold the prompt and the first token.
         num_tokens = len(submit.prompt.token_ids) or num_ids(submit.prompt)
         is_fit = link is not None and num_tokens < link.longest_request
-        return EngineAttempt(link) if link is not None and is_fit else None
+        if link is None or any(each.numerics not in ("", link.serves.numerics) for each in submit.journals):
+            return None
+        return EngineAttempt(link) if is_fit else None
 
-    def pool_of(self, weights: bytes) -> Fingerprint:
-        """Return what engines with these weights serve, as :meth:`place` takes it."""
-        pool = Fingerprint(weights=weights)
+    def pool_of(self, weights: bytes, numerics: str) -> Fingerprint:
+        """Return what engines with these weights and numerics serve, as :meth:`place` takes it. Empty: any."""
+        pool = Fingerprint(weights=weights, numerics=numerics)
         pool.MergeFrom(self._fingerprint)
         return pool
 
@@ -205,7 +208,8 @@ class Placer:
             is_full = isinstance(cause, errors.ResourceExhausted) and not search.is_admitted
             if is_full and search.overload is None:
                 raise cause
-            search.next_round(others_served=self._snapshot.had_own)
+            began_at_theirs = pool is not None and is_foreign(pool.numerics)
+            search.next_round(others_served=self._snapshot.had_own, began_at_theirs=began_at_theirs)
             await search.pause(engine_came, cause)
 
     async def _place_now(

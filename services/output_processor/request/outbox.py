@@ -44,9 +44,15 @@ class Outbox:
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
         rows[key] = (text, token_index, token_ids)
 
-    def add_weights(self, key: Key, weights: Sequence[bytes]) -> None:
-        """Say which weights have computed a sample so far, and compute its next tokens: in the frame of these."""
-        self._weights.append(SampleWeights(slot=key[0], sample_index=key[1], weights=weights))
+    def add_weights(self, key: Key, weights: Sequence[bytes], numerics: str, *, is_mixed: bool) -> None:
+        """Say which weights have computed a sample so far and compute its next tokens, and with which numerics: in the
+        frame of these. ``is_mixed``: several numerics have computed it."""
+        slot, sample_index = key
+        self._weights.append(
+            SampleWeights(
+                slot=slot, sample_index=sample_index, weights=weights, numerics=numerics, mixed_numerics=is_mixed
+            )
+        )
 
     def add_logprobs(self, key: Key, logprobs: SlotTextLogprobs) -> None:
         """Add log probabilities of a sample's newest tokens, or of its prompt."""
@@ -115,7 +121,7 @@ class _Nowhere(Outbox):
     def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
         """Drop it."""
 
-    def add_weights(self, key: Key, weights: Sequence[bytes]) -> None:
+    def add_weights(self, key: Key, weights: Sequence[bytes], numerics: str, *, is_mixed: bool) -> None:
         """Drop them."""
 
     def add_logprobs(self, key: Key, logprobs: SlotTextLogprobs) -> None:

@@ -72,6 +72,7 @@ class RequestStages:
         self._half = submit.kv_transfer if submit.HasField("kv_transfer") else None
         self._placement: asyncio.Task[None] | None = None  # the one under way
         self._pool: Fingerprint | None = None
+        self._pool_before: Fingerprint | None = None  # of what the sample continues without tokens of its own
         self.ended = False
 
     def start(self, pick: FirstPick = None, on_settled: Callable[[EngineAttempt], None] | None = None) -> None:
@@ -110,6 +111,10 @@ class RequestStages:
             self._place(_PREFILL)
             return
         try:
+            # As if its engine had been placed here: it goes on where engines compute alike and can read the KV.
+            self._pool = self._pool_of_source(half.source)
+            if self._pool is not None:
+                output.compute_with(self._pool)
             if output.add(0, [half.first_token_id], None) is not None:
                 self._end(output.stop)
                 return
@@ -118,9 +123,18 @@ class RequestStages:
             return
         output.timeline.prefill_engine = half.source.engine_id
         self._kv, self._handed_over = half.source, True
-        # As if its engine had been placed here: the request goes on where engines compute alike and can read its KV.
-        self._pool = self._placer.pool_of_engine(EngineKey(half.source.engine_id, half.source.engine_epoch))
         self._place(_DECODE)
+
+    def _pool_of_source(self, source: KVSource) -> Fingerprint | None:
+        """Return what the engine served when it computed KV; None: not known."""
+        serves = self._placer.pool_of_engine(EngineKey(source.engine_id, source.engine_epoch))
+        if serves is None:
+            return self._placer.pool_of(source.weights, "") if source.weights else None
+        pool = Fingerprint()
+        pool.CopyFrom(serves)
+        # They may have been replaced since. Then the KV is gone, and the prompt is computed again with the old ones.
+        pool.weights = source.weights or serves.weights
+        return pool
 
     def replay(self) -> None:
         """Take the tokens that an output processor which was lost has sent; they may hold a stop string, which ends the
@@ -128,11 +142,17 @@ class RequestStages:
         try:
             if self._output.replay() is not None:
                 self._end(self._output.stop)
-            elif self._output.weights:
-                # What a lost output processor has sent goes on with the weights that computed it.
-                self._pool = self._placer.pool_of(self._output.weights[-1])
+            else:
+                # What a lost output processor has sent goes on with the weights that computed it, and where engines
+                # compute alike.
+                self._pool = self._pool_before = self._pool_so_far(self._output.weights)
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
+
+    def _pool_so_far(self, weights: Sequence[bytes]) -> Fingerprint | None:
+        """Return what engines serve that may go on; None: any may. ``weights``: the last ones count."""
+        known = weights[-1] if weights else b""
+        return self._placer.pool_of(known, self._output.numerics) if known or self._output.numerics else None
 
     def cancel(self) -> None:
         """End because the gateway wants no more output."""
@@ -163,7 +183,7 @@ class RequestStages:
                 role,
                 self._search,
                 num_output_tokens=len(output.token_ids),
-                pool=self._pool if role == _DECODE or output.token_ids else None,
+                pool=self._pool if role == _DECODE or output.token_ids else self._pool_before,
                 pending=pick,
             )
             self._placement = None
@@ -177,8 +197,10 @@ class RequestStages:
                 self.fail(error)
 
     def may_run_on(self, attempt: EngineAttempt) -> bool:
-        """Return whether the engine of another sample's attempt has the weights that computed this one so far."""
-        return self._pool is None or self._pool.weights == attempt.link.serves.weights
+        """Return whether the engine of another sample's attempt has the weights that computed this one so far, and
+        computes as the one did."""
+        pool, serves = self._pool, attempt.link.serves
+        return pool is None or (pool.weights in (b"", serves.weights) and pool.numerics in ("", serves.numerics))
 
     def begin_on(self, attempt: EngineAttempt) -> None:
         """Send the prefill leg, or all of the sample, to an engine."""
@@ -194,11 +216,8 @@ class RequestStages:
 
     def _compute_in(self, pool: Fingerprint) -> None:
         """Note what the engine serves that computes the next tokens."""
-        before, self._pool = self._pool, pool
-        if before is not None and before.numerics and self._output.token_ids and before.numerics != pool.numerics:
-            self._output.timeline.mixed_numerics = True
-        if pool.weights:
-            self._output.compute_with(pool.weights)
+        self._pool = pool
+        self._output.compute_with(pool)
 
     def _send_decode(self, attempt: EngineAttempt) -> None:
         prefill, journal = self._prefill, self._output.token_ids
@@ -325,9 +344,11 @@ class RequestStages:
             wire_errors.from_proto(finished.error),
             has_begun=attempt is not self._prefill or bool(self._output.token_ids),
         ):
-            if finished.error.reason == errors.WeightsReplaced.reason:
-                self._pool = None  # the engine has lost the old weights, and requests were to go on with new ones
-            self._replace(attempt)
+            # The engine may have lost the old weights, and requests were to go on with new ones.
+            has_weights = finished.error.reason != errors.WeightsReplaced.reason
+            if not has_weights:
+                self._pool = self._pool_so_far(())
+            self._replace(attempt, has_weights=has_weights)
         elif finished.reason not in _ENDS:
             raise WrongFrame(f"{finished.reason} is no reason to finish")
         elif finished.reason != _ERROR and finished.num_output_tokens != len(self._output.token_ids):
@@ -343,8 +364,9 @@ class RequestStages:
         except Exception as error:  # the other requests of the engine are to learn of its loss, too
             self.fail(error)
 
-    def _replace(self, attempt: EngineAttempt) -> None:
-        """Continue on another engine, unless the output is complete or the request may have killed its engines."""
+    def _replace(self, attempt: EngineAttempt, *, has_weights: bool = True) -> None:
+        """Continue on another engine, unless the output is complete or the request may have killed its engines.
+        ``has_weights``: whether there are engines with the weights that computed the KV so far."""
         if self._output.stop_match is not None:
             self._end(self._output.stop)
             return
@@ -357,7 +379,7 @@ class RequestStages:
         self._output.retry()
         # Nothing of it reached the client, so the lease still holds all that the next decode leg needs. With tokens
         # sent, the lease covers only the prompt and the sample begins anew; with other weights the KV is useless.
-        if attempt is self._decode and not attempt.has_output and self._pool is not None:
+        if attempt is self._decode and not attempt.has_output and has_weights:
             self._decode = None
             self._place(_DECODE, is_retry=True)
             return

@@ -10,7 +10,7 @@ from tokenloom.request.routed_rows import RoutedRows, routed_message
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
-from tokenloom.v1.types_pb2 import FinishReason, Logprobs, RoutedExperts, SamplingParams, Timeline
+from tokenloom.v1.types_pb2 import Fingerprint, FinishReason, Logprobs, RoutedExperts, SamplingParams, Timeline
 
 from ..text.detokenizer import Detokenizer, OutputText, StopMatch
 from ..text.vocabulary import Vocabulary
@@ -39,6 +39,7 @@ class SampleOutput:
         num_attempts: 1, and one more for each engine that was replaced after it failed.
         weights: Fingerprints of those that computed its tokens, and compute the next ones, in order; several only after
             a change of weights for which an operator let requests go on. Empty: unknown.
+        numerics: Of the engine that computes the next ones; empty: unknown.
         finished: How it ended; None while it runs.
     """
 
@@ -73,6 +74,8 @@ class SampleOutput:
         self._prompt_logprobs = PromptLogprobTexts(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
         self._journal = journal
         self.weights: list[bytes] = [] if journal is None else list(journal.weights)
+        self.numerics = "" if journal is None else journal.numerics
+        self._continues = journal is not None  # tokens that others have computed, even if it has none itself
         self._bytes_to_skip = 0 if journal is None else journal.emitted_text_bytes
         # Kept as numbers until the end: setting a protobuf field costs as much as decoding a token.
         self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
@@ -87,7 +90,7 @@ class SampleOutput:
         self.token_ids = self._text.token_ids
         self.finished: RequestFinished | None = None
         self.stop_match: StopMatch | None = None
-        self.timeline = Timeline()
+        self.timeline = Timeline() if journal is None else Timeline(mixed_numerics=journal.mixed_numerics)
         self.num_attempts = 1
 
     def replay(self) -> StopMatch | None:
@@ -102,14 +105,22 @@ class SampleOutput:
             self._rows.add(self._key, text, len(self.token_ids), ())
         return match
 
-    def compute_with(self, weights: bytes) -> None:
-        """Note which weights compute the next tokens, and tell the gateway, whose next output processor must know."""
-        if not self.token_ids:
-            self.weights = [weights]  # the answer names them with the first token
+    def compute_with(self, serves: Fingerprint) -> None:
+        """Note what the engine serves that computes the next tokens, and tell the gateway, whose next output processor
+        must know."""
+        before, self.numerics = self.numerics, serves.numerics
+        if before and before != serves.numerics and (self.token_ids or self._continues):
+            self.timeline.mixed_numerics = True
+        if not self.token_ids:  # the answer names them with the first token
+            self.weights = [serves.weights] if serves.weights else []
             return
-        if self.weights[-1:] != [weights]:
-            self.weights.append(weights)
-        self._outbox.add_weights(self._key, self.weights)
+        if serves.weights and self.weights[-1:] != [serves.weights]:
+            self.weights.append(serves.weights)
+        self._tell_weights(self._outbox)
+
+    def _tell_weights(self, outbox: Outbox) -> None:
+        if self.weights or self.numerics:
+            outbox.add_weights(self._key, self.weights, self.numerics, is_mixed=self.timeline.mixed_numerics)
 
     def add(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> StopMatch | None:
         """Send new tokens and the text that can be shown; return the stop string that they completed.
@@ -130,8 +141,8 @@ class SampleOutput:
         self._last_token_ns = now = self.clock()
         if not self._first_token_ns:
             self._first_token_ns = now
-            if self.weights:
-                self._outbox.add_weights(self._key, self.weights)
+            if not token_index:  # otherwise compute_with has said it
+                self._tell_weights(self._outbox)
         text, match = self._text.add(token_ids)
         # After a loss the text is counted in bytes and not characters: the piece that the client had last may have
         # ended where a character of several tokens was still incomplete.
@@ -185,7 +196,9 @@ class SampleOutput:
         if text := self._unsent(self._text.finish()):
             self._rows.add(self._key, text, len(self.token_ids), ())
         if finished.reason == _PREFILLED:  # another request continues from the KV that the engine keeps
-            return self._end(FinishReason.FINISH_REASON_LENGTH, kv=finished.kv)
+            source = KVSource(weights=self.weights[-1] if self.weights else b"")
+            source.MergeFrom(finished.kv)
+            return self._end(FinishReason.FINISH_REASON_LENGTH, kv=source)
         token_id = self._text.stop_reason(finished.stop_token_id) if finished.HasField("stop_token_id") else None
         return self._end(finished.reason, "" if token_id is None else str(token_id))
 
@@ -236,8 +249,7 @@ class SampleOutput:
         self._key = slot, self._key[1]
         self._outbox = outbox
         self._rows = PacedOutbox(outbox, self._interval) if self._interval > 1 else outbox
-        if self.weights:
-            outbox.add_weights(self._key, self.weights)
+        self._tell_weights(outbox)
         self._bytes_to_skip = max(position.emitted_text_bytes - len(data), 0)
         text = data[position.emitted_text_bytes :].decode(errors="ignore")
         for columns in self._kept_logprobs or ():
@@ -308,6 +320,7 @@ class SampleOutput:
             routed_experts=routed,
             kv=kv,
             weights_version=weights_version(self.weights),
+            numerics=self.numerics,
         )
         self.finished = finished
         self._rows.finish(finished)

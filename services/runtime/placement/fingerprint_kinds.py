@@ -22,7 +22,8 @@ def in_pool(asked: Fingerprint, engine: Fingerprint, leg: EngineRole) -> bool:
     """Return whether ``engine`` may run this leg.
 
     ``asked``: what the engine serves on which the request began, for a decode leg the one that has the KV. Or what an
-    output processor serves, which knows no weights: the fields that it leaves empty are not compared.
+    output processor serves, perhaps with the weights and numerics of a request that it takes over: the fields that it
+    leaves empty are not compared.
     """
     fields: tuple[str, ...] = PAIR_FIELDS if leg == _DECODE else POOL_FIELDS
     if not is_of_engine(asked):
@@ -44,6 +45,11 @@ def _maker(fingerprint: Fingerprint) -> str:
 def is_of_engine(fingerprint: Fingerprint) -> bool:
     """Return whether a fingerprint is that of an engine, whose empty fields have a meaning."""
     return fingerprint.block_size > 0
+
+
+def names_numerics(asked: Fingerprint) -> bool:
+    """Return whether a request has begun on an engine whose numerics are known: it goes on where they are the same."""
+    return bool(asked.numerics) or is_of_engine(asked)
 
 
 class FingerprintKinds:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from tests.cpu_time import least_cpu_seconds, usual_cpu_seconds
 from tests.mesh.harness import MODEL, SOON, Mesh, Part
 from tests.plain_text import PLAIN_TEXT
 from tests.ready_channel import ready_channel
@@ -112,6 +113,13 @@ async def test_text_of_the_generation_itself_is_that_of_the_way_back(http: httpx
     whole = await post(http, "/v1/completions", {"model": MODEL, "prompt": "The moon", "max_tokens": 12, "seed": 5})
     answer = await post(http, "/inference/v1/generate", asked | {"output_mode": "text"})
     assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
+
+
+async def test_what_a_newer_vllm_renders_beside_it_is_named_as_ignored(http: httpx.AsyncClient) -> None:
+    body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}, "parse_context": {"tool_choice": "none"}}
+    response = await http.post("/inference/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-tokenloom-ignored"] == "parse_context"
 
 
 def chunks_of(token_ids: list[int], size: int, reason: str | None) -> list[dict[str, Any]]:
@@ -238,6 +246,31 @@ async def test_a_stream_outlives_its_gateway(mesh: Mesh, http: httpx.AsyncClient
     assert (joined.roles, joined.reason) == (1, choice["finish_reason"])
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_a_token_of_a_long_stream_takes_no_more_time(http: httpx.AsyncClient, mesh: Mesh, kind: str) -> None:
+    """Of processor time, in streams of 10,000 tokens and of 100. That of a chat is parsed."""
+    ids = mesh.encode("The boat went over the lake to the other side. " * 950)[:10_000]
+    assert len(ids) == 10_000
+    chat = {**CHAT, **CHATS["reasons"]}
+    path = "/v1/chat/completions/derender" if kind == "chat" else "/v1/completions/derender"
+    sent: dict[str, Any] = {"stream": True, "prompt_token_ids": [5, 6]} | (
+        {"chat_request": chat} if kind == "chat" else {"completion_request": {"model": MODEL, "prompt": "x"}}
+    )
+
+    async def stream(num_tokens: int) -> None:
+        state = None
+        for chunk in chunks_of(ids[:num_tokens], 20, None):
+            answer = await post(http, path, sent | {"generate_chunk": chunk, STATE: state})
+            state = answer[STATE]
+        assert state is not None
+        assert state["num_tokens"] == num_tokens
+
+    short = await usual_cpu_seconds(lambda: stream(100)) / 100
+    long = await least_cpu_seconds(lambda: stream(10_000), 2 * short * 10_000) / 10_000
+    print(f"{kind}: {long / short:.2f} of the time for a token")
+    assert long <= 2 * short
+
+
 async def test_a_chunk_that_comes_twice_gets_the_same_answer(http: httpx.AsyncClient) -> None:
     asked = await post(http, "/v1/chat/completions/render", CHAT)
     ids = (await post(http, "/inference/v1/generate", asked))["choices"][0]["token_ids"]
@@ -306,6 +339,7 @@ async def test_a_generation_streams_its_tokens(http: httpx.AsyncClient, mesh: Me
         ({"sampling_params": {"extra_args": {"a": 1}}}, "extra_args"),
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "output_mode"),
         ({"output_mode": "sound"}, "output_mode"),
+        ({"output_mode": "derender"}, "output_mode"),  # of vLLM 0.33
     ],
 )
 async def test_what_is_no_request_in_tokens(http: httpx.AsyncClient, body: dict[str, Any], field: str) -> None:

@@ -187,6 +187,19 @@ def test_a_request_goes_on_where_it_is_computed_alike_if_it_can(registry: Regist
     assert (fall_back.kind, fall_back.detail) == ("other_numerics", "it began with 'avx2'; now serving: amx")
 
 
+@pytest.mark.parametrize("weights", [b"", b"w"])
+def test_a_request_that_is_taken_over_goes_on_where_it_is_computed_alike(registry: Registry, weights: bytes) -> None:
+    """Its output processor knows the numerics, perhaps the weights, and nothing else of the engine."""
+    theirs = registry.join(identity("a", weights=b"w", numerics="vllm/0.32"), report())
+    registry.join(identity("b", weights=b"w", numerics="cpu"), report(waiting=9))
+    taken_over = request(fingerprint=Fingerprint(model="m", weights=weights, numerics="vllm/0.32"))
+    assert picked(registry.pick(request(fingerprint=Fingerprint(model="m", weights=weights, numerics="cpu")))) == "b"
+    assert picked(registry.pick(taken_over)) == "a"
+    registry.leave(theirs)
+    with pytest.raises(Unavailable, match="computes as the one on which the request began"):
+        registry.pick(taken_over)
+
+
 def test_going_on_where_it_is_computed_otherwise_is_shown_while_it_happens(registry: Registry, clock: Clock) -> None:
     record = registry.join(identity("a", weights=b"w", numerics="amx"), report())
     continued = request(fingerprint=Fingerprint(model="m", weights=b"w", numerics="avx2", block_size=BLOCK_SIZE))

@@ -18,6 +18,7 @@ KNOWN = frozenset(
         *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
         *("seed", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
         *("detokenize", "logit_bias", "allowed_token_ids", "skip_reading_prefix_cache", "repetition_detection"),
+        "structured_outputs",
     )
 )
 

@@ -14,16 +14,17 @@ from tests.ready_channel import ready_channel
 from tests.services.engine.core.fake_vllm import VOCAB_SIZE, FakeVLLM
 from tests.services.engine.peer import Peer, make_add
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams, GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EngineStartError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.reasoning import ReasoningStart
 from tokenloom.request.wire_errors import from_proto
 from tokenloom.services.engine.core import vllm_core
 from tokenloom.services.engine.core.vllm_core import VLLMCore
-from tokenloom.services.engine.core.vllm_server import VLLMServer
+from tokenloom.services.engine.core.vllm_server import VLLMServer, lacking
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host
@@ -43,11 +44,13 @@ from tokenloom.v1.types_pb2 import (
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
+    Choices,
     SamplingParams,
     StructuredOutputs,
 )
 
 PROMPT = [5, 6, 7]
+CONSTRAINED = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(regex="a"))
 RANKED: dict[str, Any] = {
     "token_id": 1,
     "logprob": -1.0,
@@ -147,7 +150,10 @@ async def test_log_probabilities_have_the_alternatives_that_were_asked_for(host:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"sampling_params": SamplingParams(structured_outputs=StructuredOutputs(regex="a"))}, "structured outputs"),
+        (
+            {"sampling_params": CONSTRAINED, "accepted_token_ids": [1]},
+            "structured outputs after tokens of another engine",
+        ),
         ({"sampling_params": SamplingParams(logprobs=20)}, "more than 19 logprobs"),
         ({"sampling_params": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs"),
         ({"sampling_params": SamplingParams(temperature=2.5)}, "a temperature above 2"),
@@ -169,6 +175,38 @@ async def test_what_the_server_does_not_do_is_refused_by_name(
     assert reason.startswith("ENGINE_LACKS: ")
     assert named in reason
     assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"json": '{"type":"object"}'}, {"json": '{"type":"object"}'}),
+        ({"json_object": True, "disable_any_whitespace": True}, {"json_object": True, "disable_any_whitespace": True}),
+        ({"choice": Choices(texts=["yes", "no"])}, {"choice": ["yes", "no"]}),
+        ({"grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
+    ],
+)
+async def test_constraints_hold_from_the_first_token(
+    host: Host, server: FakeVLLM, asked: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(**asked))
+    async with Peer(host.address) as peer:
+        await peer.send(make_add(1, PROMPT, sampling_params=params))
+        received = await peer.read_until_finished([1])
+    assert received.finished[1].reason == FINISH_REASON_LENGTH
+    (body,) = server.bodies
+    assert (body["sampling_params"]["structured_outputs"], body["reasoning_ended"]) == (sent, True)
+
+
+def test_a_constraint_that_begins_after_reasoning_is_not_the_servers() -> None:
+    """Of a model that reasons, unless the prompt has ended that."""
+    params = CoreSamplingParams(max_tokens=3, seed=0, structured_output=StructuredOutput(GrammarKind.REGEX, "a"))
+    for start in ReasoningStart:
+        request = EngineCoreRequest("a", PROMPT, params, reasoning_start=start)
+        lacks = lacking(request, may_reason=True)
+        assert lacks == ("" if start is ReasoningStart.CLOSED else "structured outputs after reasoning")
+        assert not lacking(request)
 
 
 async def test_what_the_server_refuses_is_told_as_its_own_limit(

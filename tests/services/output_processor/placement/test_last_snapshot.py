@@ -258,8 +258,9 @@ def test_a_request_goes_on_at_a_server_of_others_only_where_the_coordinator_allo
         if mixes:
             assert pick(snapshot, PREFILL, pool=ours.fingerprint) == "vllm/0.32.0*"
         else:
-            with pytest.raises(Unavailable):
-                pick(snapshot, PREFILL, pool=ours.fingerprint)
+            for pool in (ours.fingerprint, Fingerprint(numerics="cpu/float32")):  # all that a takeover may know
+                with pytest.raises(Unavailable):
+                    pick(snapshot, PREFILL, pool=pool)
         snapshot.update(view(engines=[entry(ours)], complete=True, mixes_numerics=mixes))
         assert snapshot.had_own
         snapshot.update(view(engines=[entry(theirs)], complete=True, mixes_numerics=mixes))

@@ -68,9 +68,11 @@ async def test_what_an_engine_lacks_is_waited_for_where_others_had_it(socket_dir
     search.next_round(others_served=True)
     assert search.exclude == [link.key], "it stays left out"
     pass_time(UNFIT_SECONDS + 1)
-    for others_served in (True, False):
+    for others_served, began_at_theirs in ((True, True), (True, False), (False, False)):
         with nullcontext() if has_begun else pytest.raises(EngineLacks):
-            search.next_round(others_served=others_served)
+            search.next_round(others_served=others_served, began_at_theirs=began_at_theirs)
+    with pytest.raises(EngineLacks):
+        search.next_round(others_served=False, began_at_theirs=True)
 
 
 @asynccontextmanager

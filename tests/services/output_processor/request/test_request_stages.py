@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from tests.loop_clock import pass_time
-from tests.services.output_processor.fakes import LENGTH, SOON, STOP, submit
+from tests.services.output_processor.fakes import LENGTH, SOON, STOP, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import (
     ABORT,
@@ -20,8 +20,9 @@ from tests.services.output_processor.legs import (
     prefilling,
     roles,
 )
-from tokenloom.request.errors import EngineKiller, ResourceExhausted
+from tokenloom.request.errors import EngineKiller, ResourceExhausted, WeightsReplaced
 from tokenloom.services.output_processor.placement.engine_search import Lifetime
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import Finished, KVSource, SessionTurn
 from tokenloom.v1.output_processor_pb2 import KVHandover
 from tokenloom.v1.types_pb2 import Fingerprint
@@ -96,6 +97,44 @@ async def test_the_second_half_of_a_peers_request_stays_in_the_pool_of_the_first
     _, got, finished = await gateway.until_finished(1)
     assert got == ids
     assert finished.timeline.mixed_numerics
+
+
+async def halved(mesh: Mesh) -> tuple[Gateway, EngineIdentity]:
+    """Sends the second half of a peer's request, whose first half had weights that its engine has replaced since.
+    Another engine has them still. Returns that of the first half."""
+    first, other = mesh.coordinator.engines[0], mesh.coordinator.engines[2]
+    for engine in mesh.coordinator.engines:
+        engine.fingerprint.MergeFrom(Fingerprint(weights=b"new", kv_layout="HND", block_size=16, numerics="a"))
+    other.fingerprint.weights = b"old"
+    mesh.coordinator.publish()
+    await mesh.coordinator.published()
+    gateway = await mesh.gateway()
+    epoch = first.epoch
+    kv = KVSource(engine_id=first.engine_id, engine_epoch=epoch, lease_id=bytes(16), num_tokens=3, weights=b"old")
+    token_id = mesh.ids("Once upon")[0]
+    await gateway.send(submit=[submit(1, kv_transfer=KVHandover(source=kv, first_token_id=token_id))])
+    return gateway, first
+
+
+async def test_the_second_half_of_a_peers_request_has_the_weights_of_the_first(mesh: Mesh) -> None:
+    ids = mesh.ids("Once upon")
+    gateway, first = await halved(mesh)
+    decode = await part(mesh, 2)
+    wanted = Fingerprint()
+    wanted.CopyFrom(first.fingerprint)
+    wanted.weights = b"old"
+    assert [pick.fingerprint for pick in mesh.coordinator.requests] == [wanted]
+    decode.stream.send((decode.slot, 1, ids[1:]))
+    decode.finish(len(ids))
+    _, got, finished = await gateway.until_finished(1)
+    assert (got, finished.weights_version) == (ids, b"old".hex())
+
+
+async def test_the_second_half_of_a_peers_request_ends_when_no_engine_has_its_weights(mesh: Mesh) -> None:
+    mesh.coordinator.error = WeightsReplaced("no engine has them any more")
+    gateway, _ = await halved(mesh)
+    finished = (await gateway.until_finished(1))[2]
+    assert (finished.error.reason, finished.weights_version) == ("WEIGHTS_REPLACED", b"old".hex())
 
 
 async def test_both_legs_name_the_turn_of_the_session(mesh: Mesh) -> None:

@@ -139,6 +139,40 @@ async def test_an_output_processor_that_takes_over_goes_on_with_the_weights_of_t
     assert finished.weights_version == "+".join(each.hex()[:16] for each in known)
 
 
+@pytest.mark.parametrize("weights", [[], [OLD]])
+@pytest.mark.parametrize(
+    ("known", "was_mixed", "is_mixed"), [("a", False, False), ("b", False, True), ("a", True, True)]
+)
+async def test_an_output_processor_that_takes_over_knows_how_the_tokens_were_computed(
+    mesh: Mesh, weights: list[bytes], known: str, *, was_mixed: bool, is_mixed: bool
+) -> None:
+    for engine in mesh.engines:
+        engine.identity.fingerprint.numerics = "a"
+        engine.identity.fingerprint.weights = b"".join(weights)
+    gateway = await mesh.gateway()
+    journal = SampleJournal(token_ids=[65], emitted_text_bytes=1, weights=weights, numerics=known)
+    journal.mixed_numerics = was_mixed
+    await gateway.send(submit=[submit(1, journals=[journal])])
+    stream = await mesh.engines[0].next_stream()
+    (add,) = await stream.next_adds(1)
+    asked = mesh.coordinator.requests[0].fingerprint
+    assert (asked.numerics, asked.weights, asked.block_size) == (known, b"".join(weights), 0)
+    stream.send((add.slot, 1, [66]), finished=end(add.slot, 2))
+    frame = await gateway.next_frame()
+    (said,) = frame.weights
+    assert said == SampleWeights(slot=1, weights=weights, numerics="a", mixed_numerics=is_mixed)
+    assert frame.finished[0].timeline.mixed_numerics == is_mixed
+
+
+async def test_a_sample_that_was_computed_in_another_way_is_placed_by_itself(mesh: Mesh) -> None:
+    journals = [SampleJournal(sample_index=index, token_ids=[65], numerics="ab"[index]) for index in range(2)]
+    mesh.engines[0].identity.fingerprint.numerics = "a"
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1, num_samples=2, journals=journals)])
+    await (await mesh.engines[0].next_stream()).next_adds(2)
+    assert [pick.fingerprint.numerics for pick in mesh.coordinator.requests] == ["a", "b"]
+
+
 async def test_samples_of_other_weights_are_placed_by_themselves(versions: Mesh) -> None:
     """One of two samples had gone on with new weights when the output processor was lost."""
     journals = [

@@ -35,7 +35,7 @@ from .batch.input_batch import InputBatch
 from .checkpoint.draft_config import read_eagle3
 from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
-from .checkpoint.served_how import check_decoder, chosen_impl
+from .checkpoint.served_how import check_plugged, chosen_impl
 from .device.cpu_watch import bind_to
 from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
@@ -151,7 +151,7 @@ class ModelWorker:
         )
         if ":" in loader.model_impl:
             # What no check before the start knows, because only a worker imports the plugin.
-            check_decoder(self._config, replace(loader, ranks=ONLY_RANK).read_config(Path(config.model)))
+            check_plugged(self._config, replace(loader, ranks=ONLY_RANK).read_config(Path(config.model)))
         if self._config.cache.dtype != "auto":
             check_kv_dtype(loader.read_config(Path(config.model)), self._config.cache.dtype)
         if config.batch_invariant:
@@ -164,7 +164,9 @@ class ModelWorker:
             own = self._slot
             parts = (own.embed_tokens(), own.num_classes, own.read_again)
             reads_media = self._media_traits() is not None
-            self._loras.check_model(LoadedModel(model_config, *parts, reads_media))
+            plugged = loader.plugged(own.path)
+            names = {} if plugged is None else plugged.tensors
+            self._loras.check_model(LoadedModel(model_config, *parts, reads_media, names))
         self._pooler = self._make_pooler()
         self._keep_inputs()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)

@@ -180,6 +180,16 @@ def check_decoder(config: EngineConfig, model: ModelConfig) -> None:
     _check_context(config.max_model_len, model.max_model_len)
 
 
+def check_plugged(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ``ValueError`` naming an option that a plugin's architecture does not have: what :func:`served_how` cannot
+    know, because it imports no plugin. ``model``: the whole, as the plugin reads it."""
+    check_decoder(config, model)
+    if config.lora.enable and _is_gpt2(model):
+        raise ValueError(f"{NO_ADAPTERS}; its architecture is not supported")
+    if config.speculative is not None:
+        _check_drafts(config, Path(config.worker.model), ServedHow("plugin", model))
+
+
 def chosen_impl(config: EngineConfig) -> str:
     """Return ``model_impl`` of an engine, with a plugin in the place of ``auto`` if one of its packages declares the
     class that the checkpoint names, and nothing built in has that. No plugin is imported. Raises ``ValueError``."""
@@ -212,12 +222,10 @@ def _check_plugged(config: EngineConfig, impl: str) -> None:
         raise ValueError(f"model_impl: {impl} computes {impl.partition(':')[2]}, and {path} is {found}; choose auto")
     if config.worker.load_format == "dummy":
         raise ValueError(f"load_format dummy makes weights for the built-in architectures; {impl} computes {path}")
-    if config.lora.enable:
-        raise ValueError(f"enable_lora: adapters name the layers of built-in architectures, and {impl} has its own")
-    if speculative is not None and speculative.method not in ("ngram", "suffix", "draft_model"):
+    if speculative is not None and speculative.method == "mtp":
         raise ValueError(
-            f"speculative_config: the method {speculative.method} reads layers of built-in architectures, and {impl} "
-            "has its own: choose ngram, suffix or draft_model"
+            f"speculative_config: the method mtp reads the head in the files of built-in architectures, and {impl} has "
+            "its own: choose ngram, suffix, draft_model, eagle or eagle3"
         )
 
 
@@ -239,6 +247,8 @@ def _check_drafts(config: EngineConfig, path: Path, found: ServedHow) -> None:
         return
     if speculative.method == "eagle3":
         entries = read_eagle3(drafting, config.worker.dtype)
+        if target is None and found.by == "plugin":
+            return  # the engine checks it, by check_plugged
         if target is None:
             raise ValueError("speculative_config: the method eagle3 drafts for models with built-in layers only")
         entries.layers_of(target)

@@ -357,9 +357,7 @@ class RenamedSource:
         self._source = source
         self._stored: dict[str, str] = {}
         for stored in source.names:
-            plain = stored
-            for part, built_in in names.items():
-                plain = plain.replace(part, built_in)
+            plain = built_in_name(stored, names)
             if (other := self._stored.setdefault(plain, stored)) != stored:
                 raise ValueError(f"a plugin gives the tensors {other} and {stored} one name, {plain}")
 
@@ -380,6 +378,13 @@ class RenamedSource:
 
     def close(self) -> None:
         self._source.close()
+
+
+def built_in_name(stored: str, names: Mapping[str, str]) -> str:
+    """Return what a built-in class calls a tensor. ``names`` as in :class:`RenamedSource`."""
+    for part, built_in in names.items():
+        stored = stored.replace(part, built_in)
+    return stored
 
 
 def indices(dimension: Dimension) -> Tensor | None:

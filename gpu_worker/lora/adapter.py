@@ -166,6 +166,8 @@ class AdaptedModel:
     """Whether prompts may have images or sounds."""
     read_base: ReadBase | None = None
     """None: adapters that depend on the model's own weights are refused."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What a plugin's architecture calls tensors, as in :class:`..checkpoint.weights.RenamedSource`."""
 
 
 def read_adapter(path: Path, model: AdaptedModel, max_rank: int) -> Adapter:
@@ -176,7 +178,7 @@ def read_adapter(path: Path, model: AdaptedModel, max_rank: int) -> Adapter:
 
 def make_adapter(files: AdapterFiles, model: AdaptedModel, max_rank: int) -> Adapter:
     """Make an adapter of what its files contain. Raises as :func:`read_adapter`."""
-    changes = read_changes(files, max_rank, reads_media=model.reads_media)
+    changes = read_changes(files, max_rank, reads_media=model.reads_media, names=model.names)
     rank = max((change.rank for change in changes.values() if change.a is not None), default=0)
     try:
         changes = split_experts(changes, model.shapes, model.num_experts, takes_turns=model.experts_take_turns)

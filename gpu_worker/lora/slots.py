@@ -5,7 +5,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,6 +64,8 @@ class LoadedModel:
     """Opens the files of its own weights."""
     reads_media: bool = False
     """Whether prompts may have images or sounds."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """As of :class:`.adapter.AdaptedModel`."""
 
 
 class LoraSlots:
@@ -217,6 +219,7 @@ class LoraSlots:
             experts_take_turns=config.family == "gpt_oss",
             reads_media=self._model.reads_media,
             read_base=self._model.read_base,
+            names=self._model.names,
         )
 
     def _is_elsewhere(self, name: str) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tokenloom.engine_core.data.lora import CONFIG, WEIGHTS, AdapterFiles, pattern_value, read_rank
 
 from ..checkpoint.files.text_part import text_tensor
+from ..checkpoint.weights import built_in_name
 
 EMBEDDINGS, OUTPUT, CLASSES = "model.embed_tokens", "lm_head", "score"
 """The names of what turns tokens into states, and states into logits of tokens or of classes."""
@@ -83,9 +84,12 @@ class StoredChange:
                 yield name, tensor
 
 
-def read_changes(files: AdapterFiles, max_rank: int, *, reads_media: bool = False) -> dict[str, StoredChange]:
-    """Return what an adapter changes, by the names that a checkpoint of text gives layers. ``reads_media``: whether
-    prompts have images or sounds, which another process encodes. Raises ``ValueError`` naming what is wrong or not
+def read_changes(
+    files: AdapterFiles, max_rank: int, *, reads_media: bool = False, names: Mapping[str, str] | None = None
+) -> dict[str, StoredChange]:
+    """Return what an adapter changes, by the names that a built-in checkpoint of text gives layers. ``reads_media``:
+    whether prompts have images or sounds, which another process encodes. ``names``: what a plugin's architecture calls
+    tensors, as in :class:`..checkpoint.weights.RenamedSource`. Raises ``ValueError`` naming what is wrong or not
     supported."""
     try:
         read_rank(files.config, max_rank)
@@ -93,7 +97,7 @@ def read_changes(files: AdapterFiles, max_rank: int, *, reads_media: bool = Fals
     except ValueError as error:
         raise ValueError(f"{CONFIG}: {error}") from None
     try:
-        changes = _by_layer(_tensors(files.weights), files.config, reads_media=reads_media)
+        changes = _by_layer(_tensors(files.weights), files.config, names or {}, reads_media=reads_media)
         for name, change in changes.items():
             _check(name, change, files.config)
     except (ValueError, safetensors.SafetensorError) as error:
@@ -145,7 +149,7 @@ def _scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
 
 
 def _by_layer(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, reads_media: bool
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], names: Mapping[str, str], *, reads_media: bool
 ) -> dict[str, StoredChange]:
     changes: dict[str, StoredChange] = {}
     for key, tensor in tensors.items():
@@ -153,7 +157,8 @@ def _by_layer(
         if found is None:
             raise ValueError(f"tensor {key} is not supported; those of linear layers and of embeddings are")
         own_name = _parameter_of(found[1], tensors, config)
-        layer = text_tensor(own_name)
+        # A part of a name may end behind the layer's own, as ".query." does.
+        layer = text_tensor(built_in_name(f"{own_name}.weight", names).removesuffix(".weight"))
         if layer is None and reads_media:
             raise ValueError(f"{own_name} changes how images or sounds are read; serve it with --language-model-only")
         if layer is None:  # it changes no text

@@ -299,9 +299,12 @@ class ModelLoader:
 
     def source(self, path: Path, config: ModelConfig, device: torch.device) -> WeightSource | None:
         """Return what has the tensors of a checkpoint, as :func:`find_source`."""
+        return find_source(path, config, device, self.load_format, self.plugins, self.plugged(path))
+
+    def plugged(self, path: Path) -> PluggedArchitecture | None:
+        """Return the plugin that computes a checkpoint; None: none does."""
         is_plugged = ":" in self.model_impl and names_class(path, self.model_impl)
-        plugged = plugged_architecture(self.model_impl, self.plugins) if is_plugged else None
-        return find_source(path, config, device, self.load_format, self.plugins, plugged)
+        return plugged_architecture(self.model_impl, self.plugins) if is_plugged else None
 
     def replace_weights(self, model: LanguageModel, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""

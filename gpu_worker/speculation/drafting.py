@@ -28,6 +28,7 @@ from ..checkpoint.draft_config import (
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..models.architectures import ModelLoader
+from ..models.decoder import DecoderModel
 from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
@@ -64,6 +65,7 @@ class Drafting:
         """Load what drafts. Raises ``ValueError`` naming what does not fit the model. ``target_path`` returns where the
         weights of the target are from, among which are those of its own head (MTP)."""
         self._config = config
+        self._is_plugged = ":" in loader.model_impl
         # What drafts has weights of its own, and is computed by built-in layers, whatever computes the model.
         self._loader = loader = replace(loader, load_format="auto", model_impl="auto")
         self._target = target
@@ -191,7 +193,9 @@ class Drafting:
         check_head(config, target)
         loader, device = self._loader, self._loader.device or _CPU
         get_target = cast("Callable[[], EmbedsTokens]", self._target)
-        at_once = load_greedy_head(self._path, config, self._target(), device)
+        # The embeddings and logits of a plugin's class need not be rows and products of matrices.
+        is_known = not self._is_plugged or type(self._target()) is DecoderModel
+        at_once = load_greedy_head(self._path, config, self._target(), device) if is_known else None
         with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
             head = EagleHead(checkpoint, config, loader.ops or TorchOps(), device, get_target, at_once)
             checkpoint.refuse_rest()
@@ -200,7 +204,10 @@ class Drafting:
     def _load_eagle3(self) -> Eagle3Head:
         entries, target = self._entries, self._target()
         layers = entries.layers_of(target.config)
-        assert isinstance(target, KeepsStates), "its family was checked"
+        if not isinstance(target, KeepsStates):  # a plugin's class; families were checked
+            raise ValueError(
+                "speculative_config: the method eagle3 reads layers, which the model's class does not keep"
+            )
         check_draft_dtype(entries.config, target.config)
         loader, device, config = self._loader, self._loader.device or _CPU, entries.config
         get_target = cast("Callable[[], KeepsStates]", self._target)

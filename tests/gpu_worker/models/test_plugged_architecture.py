@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.plugin_packages import EXAMPLE_NAME, install, install_example
-from tokenloom import LLM, SamplingParams
-from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig, WorkerConfig
+from tokenloom import LLM, LoRARequest, SamplingParams
+from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
 from tokenloom.gpu_worker.models.architectures import ModelLoader
-from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL
 
 BIRCH = f"{EXAMPLE_NAME}:BirchForCausalLM"
 PROMPTS = [[100 + 7 * index, *range(200, 230 + index)] for index in range(4)]
@@ -121,6 +121,90 @@ def test_a_class_of_its_own_computes_the_model(make: Callable[..., LLM], tmp_pat
     assert tokens(plugged) == expected != tokens(built_in)
 
 
+def adapter(path: Path, name: str) -> LoRARequest:
+    """An adapter of the demo model, with the names that a training of BirchForCausalLM gives it. One layer has another
+    scaling, by a pattern of its name there."""
+    path.mkdir()
+    config = json.loads((DEMO_ADAPTERS / name / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {"trunk.layers.1.attention.q_proj": 24}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(DEMO_ADAPTERS / name / "adapter_model.safetensors")
+    for part, other in (("base_model.model.model.", "base_model.model.trunk."), (".self_attn.", ".attention.")):
+        tensors = {key.replace(part, other): tensor for key, tensor in tensors.items()}
+    save_file(tensors, path / "adapter_model.safetensors")
+    return LoRARequest(name, path)
+
+
+def built_in(path: Path, name: str) -> LoRARequest:
+    """The same with the demo model's names."""
+    path.mkdir()
+    config = json.loads((DEMO_ADAPTERS / name / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {"model.layers.1.self_attn.q_proj": 24}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    weights = "adapter_model.safetensors"
+    (path / weights).write_bytes((DEMO_ADAPTERS / name / weights).read_bytes())
+    return LoRARequest(name, path)
+
+
+def test_adapters_have_the_names_of_its_own_checkpoint(make: Callable[..., LLM], birch: Path, tmp_path: Path) -> None:
+    own = [built_in(tmp_path / f"built-in-{name}", name) for name in ("json", "pirate")]
+    theirs = [adapter(tmp_path / name, name) for name in ("json", "pirate")]
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
+    expected = adapted(make(DEMO_MODEL, **lora), [*own, None, own[0]])
+    plugged = make(birch, plugins=[EXAMPLE_NAME], **lora)
+    assert adapted(plugged, [*theirs, None, theirs[0]]) == expected
+    assert len({tuple(each) for each in expected}) == len(PROMPTS)
+    assert expected[0] != adapted(plugged, [None])[0]
+    plugged.sleep()
+    plugged.wake_up()
+    assert adapted(plugged, [*theirs, None, theirs[0]]) == expected
+
+
+def adapted(llm: LLM, requests: list[LoRARequest | None]) -> list[list[int]]:
+    asked = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    prompts = PROMPTS[: len(requests)]
+    outputs = llm.generate(prompts, asked, use_tqdm=False, lora_request=requests)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_a_class_of_its_own_has_adapters_too(make: Callable[..., LLM], tmp_path: Path) -> None:
+    own = built_in(tmp_path / "json", "json")
+    plugged = make(write(tmp_path / "oak", "OakForCausalLM"), plugins=["acme-trees"], enable_lora=True)
+    found = adapted(plugged, [own])
+    assert min(found[0]) >= LOW
+    assert found != adapted(plugged, [None])
+
+
+def test_a_head_drafts_for_it(make: Callable[..., LLM], birch: Path) -> None:
+    assert drafted(make(birch, plugins=[EXAMPLE_NAME], speculative_config=EAGLE)) == story(make(DEMO_MODEL))
+
+
+def test_a_head_drafts_for_a_class_of_its_own(make: Callable[..., LLM], tmp_path: Path) -> None:
+    path, plugins = write(tmp_path / "oak", "OakForCausalLM"), ["acme-trees"]
+    assert drafted(make(path, plugins=plugins, speculative_config=EAGLE)) == story(make(path, plugins=plugins))
+
+
+EAGLE = {"method": "eagle", "model": str(DEMO_MODEL / "eagle"), "num_speculative_tokens": 3}
+
+
+def story(llm: LLM) -> list[list[int]]:
+    """What the model has learned to tell, and nonsense."""
+    asked = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate(["Once upon a time there was a little", "The dog and the cat"], asked, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs] + tokens(llm)
+
+
+def drafted(llm: LLM) -> list[list[int]]:
+    """The same of an engine that drafts; some of its drafts were accepted."""
+    drafts = llm._client._core.scheduler.drafts
+    drafts.free_rows = drafts.costs = None  # also on a busy machine
+    found = story(llm)
+    counts = llm._client._core.scheduler.stats().spec_decoding
+    assert counts is not None
+    assert counts.num_accepted_tokens > 0
+    return found
+
+
 def answer(path: Path, plugins: tuple[str, ...] = (EXAMPLE_NAME,), **options: Any) -> str:
     worker = {name: options.pop(name) for name in WorkerConfig.__struct_fields__ if name in options}
     config = EngineConfig(worker=WorkerConfig(model=str(path), **worker), plugins=plugins, **options)
@@ -145,11 +229,7 @@ MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
         ({"plugins": ()}, "BirchForCausalLM"),
         ({"load_format": "dummy"}, "load_format dummy makes weights for the built-in architectures"),
         ({"batch_invariant": True}, "architectures of plugins may follow the batch"),
-        ({"lora": LoraConfig(enable=True)}, "enable_lora: adapters name the layers of built-in architectures"),
-        (
-            {"speculative": MTP},
-            "the method mtp reads layers of built-in architectures",
-        ),
+        ({"speculative": MTP}, "the method mtp reads the head in the files of built-in architectures"),
         ({"model_impl": "acme-trees:OakForCausalLM", "plugins": ("acme-trees",)}, "is of the class BirchForCausalLM"),
     ],
 )

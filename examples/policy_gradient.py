@@ -28,14 +28,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tokenloom import AsyncLLM, EngineArgs, Logprob, SamplingParams
+from tokenloom import AsyncLLM, EngineArgs, Logprob, SamplingParams, send_weights
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.offline.tensor_file import tensor_file
-from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1.coordinator_pb2 import WatchRequest
-from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
-from tokenloom.v1.engine_pb2 import StageWeightsRequest
-from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
 PROMPTS = ("Once upon a time", "Mia has a red ball.", "The little dog", "One day, Tom")
 LETTER = "e"
@@ -102,7 +96,6 @@ class OfMesh:
     http: httpx.AsyncClient
     coordinator: str
     admin_key: str
-    channels: Channels  # of a mesh with certificates: Channels(MeshTLS(...)) with those of an operator
 
     async def sample(self, prompt: list[int], count: int, length: int, seed: int) -> list[Sample]:
         body = {"prompt": prompt, "n": count, "max_tokens": length, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -116,16 +109,7 @@ class OfMesh:
         ]
 
     async def update(self, tensors: Mapping[str, Tensor]) -> None:
-        async with self.channels.open(self.coordinator, "coordinator") as channel:
-            async for snapshot in CoordinatorStub(channel).Watch(WatchRequest()):
-                if snapshot.complete:
-                    break
-        paths = set()
-        for entry in snapshot.engines:
-            async with self.channels.open(entry.identity.address, "engine") as channel:
-                stream = (StageWeightsRequest(data=bytes(piece)) for piece in tensor_file(tensors))
-                paths.add((await EngineAdminStub(channel).StageWeights(stream)).path)
-        (path,) = paths  # its name is the digest of the weights, so engines of several hosts have the same
+        path = await send_weights(tensors, self.coordinator)  # of a mesh with certificates: certificates=FOLDER
         headers = {"authorization": f"Bearer {self.admin_key}"}
         loaded = await self.http.post("/reload_weights", params={"path": path, "mode": "wait"}, headers=headers)
         loaded.raise_for_status()
@@ -207,7 +191,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Step]:
     tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
     if options.way == "stream":
         async with httpx.AsyncClient(base_url=options.url, timeout=60) as http:
-            sampler = OfMesh(http, options.coordinator, options.admin_key, Channels())
+            sampler = OfMesh(http, options.coordinator, options.admin_key)
             return await train(sampler, policy, tokenizer, steps=options.steps)
     async with AsyncLLM(EngineArgs(str(start), dtype="float32")) as llm:
         own = InProcess(llm, start, folder if options.way == "file" else None)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .offline.outputs import RequestOutputKind as RequestOutputKind
     from .offline.outputs import ScoringOutput as ScoringOutput
     from .offline.sampling_params import SamplingParams as SamplingParams
+    from .offline.tensor_file import send_weights as send_weights
     from .request.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from .request.sampling_params import StructuredOutputsParams as StructuredOutputsParams
     from .services.engine.records.stat_log import EngineStats as EngineStats
@@ -61,6 +62,7 @@ _HOMES = {
     "ScoringOutput": ".offline.outputs",
     "StatLogger": ".services.engine.records.stat_log",
     "StructuredOutputsParams": ".request.sampling_params",
+    "send_weights": ".offline.tensor_file",
 }
 __all__ = [
     "LLM",
@@ -89,6 +91,7 @@ __all__ = [
     "StatLogger",
     "StructuredOutputsParams",
     "__version__",
+    "send_weights",
 ]
 
 

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from tests.mesh.harness import Mesh
 from tokenloom import AsyncLLM, EngineArgs
-from tokenloom.services.runtime.peers.channels import Channels
 
 sys.path.append(str(Path(__file__).parents[2]))  # `examples` is no part of the package
 
@@ -27,7 +26,7 @@ async def sampler_of(way: str, start: Path, directory: Path) -> AsyncIterator[Sa
     engine["staged_weights_dir"] = str(directory / "staged")
     mesh = Mesh(directory, engines=2, engine=engine, gateway={"admin_api_key": ("root",)})
     async with mesh.running(), mesh.http() as http:
-        yield OfMesh(http, mesh.coordinator.settings.listen, "root", Channels())
+        yield OfMesh(http, mesh.coordinator.settings.listen, "root")
 
 
 @pytest.mark.parametrize("way", ["memory", "file", "stream"])

@@ -6,19 +6,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import httpx
 import pytest
-from safetensors.torch import load_file, save
+import torch
+from safetensors.torch import load_file
 
 from tests.mesh.asking import Answer, ask
+from tests.mesh.dialects import DIALECTS, VECTORS
 from tests.mesh.harness import SOON, Mesh
-from tests.ready_channel import ready_channel
+from tests.mesh.test_mutual_tls import certificates, peer_of
+from tokenloom import send_weights
 from tokenloom.model_files.checkpoint import weights_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.v1.engine_pb2 import StageWeightsRequest
-from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+from tokenloom.request.errors import InvalidArgument
 
+__all__ = ["certificates"]  # a fixture
 ADMIN = {"authorization": "Bearer root"}
 KEYS = {"admin_api_key": ("root",)}
 PROMPTS = [list(range(5 + start, 40 + 9 * start)) for start in range(4)]
@@ -30,21 +32,10 @@ Expected = dict[str, list[list[int]]]
 """By version, the tokens after each prompt."""
 
 
-def trained() -> bytes:
+def trained() -> dict[str, torch.Tensor]:
     """The demo model's weights after a step of something."""
     tensors = load_file(DEMO_MODEL / "model.safetensors")
-    return save({name: -tensor if name == "model.norm.weight" else tensor for name, tensor in tensors.items()})
-
-
-async def staged(mesh: Mesh, data: bytes) -> str:
-    """Send weights to every engine, which share a folder. Returns the checkpoint."""
-    paths = set()
-    for engine in mesh.engines:
-        async with ready_channel(engine.settings.listen) as channel:
-            requests = [StageWeightsRequest(data=data[i : i + (1 << 20)]) for i in range(0, len(data), 1 << 20)]
-            paths.add((await EngineAdminStub(channel).StageWeights(iter(requests))).path)
-    (path,) = paths
-    return str(path)
+    return {name: -tensor if name == "model.norm.weight" else tensor for name, tensor in tensors.items()}
 
 
 def version_of(path: str | Path) -> str:
@@ -62,7 +53,13 @@ async def greedy(http: httpx.AsyncClient, index: int, num_tokens: int = NUM_TOKE
 
 @asynccontextmanager
 async def running(
-    directory: Path, tmp_path: Path, num_tokens: int = NUM_TOKENS, *, is_split: bool = False, **parts: Any
+    directory: Path,
+    tmp_path: Path,
+    num_tokens: int = NUM_TOKENS,
+    *,
+    is_split: bool = False,
+    gateway: dict[str, Any] = KEYS,
+    **parts: Any,
 ) -> AsyncIterator[tuple[Mesh, str, Expected]]:
     """A mesh, other weights, and what both versions answer. ``is_split``: one engine prefills, the other decodes."""
     engine = {"worker": "model", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 1024}
@@ -71,8 +68,8 @@ async def running(
     def options(index: int) -> dict[str, Any]:
         return engine | ({"role": ("prefill", "decode")[index], "kv_transports": ("shm",)} if is_split else {})
 
-    async with Mesh(directory, engine=options, gateway=KEYS, **parts).running() as mesh, mesh.http() as http:
-        path = await staged(mesh, trained())
+    async with Mesh(directory, engine=options, gateway=gateway, **parts).running() as mesh, mesh.http() as http:
+        path = await send_weights(trained(), mesh.coordinator.settings.listen, certificates=mesh.certificates)
         expected: Expected = {}
         for each in (path, DEMO_MODEL):
             await load(http, each)
@@ -129,6 +126,40 @@ async def test_under_load_no_answer_mixes_versions_and_none_is_lost(
         check(answers, expected, kills=kills)
         assert {answer.weights_version for _, answer in answers} - {""} == expected.keys()
         assert [(await greedy(http, 0)).weights_version] == [version_of(path)]
+
+
+async def test_the_halves_of_a_peers_request_have_the_same_weights(
+    socket_dir: Path, tmp_path: Path, certificates: Path
+) -> None:
+    gateway = KEYS | {"internal_listen": "127.0.0.1:0"}
+    parts = running(socket_dir, tmp_path, 9, is_split=True, engines=2, gateway=gateway, certificates=certificates)
+    async with parts as (mesh, path, expected), mesh.http() as http, peer_of(certificates, mesh) as peer:
+        hold = {"sampling_params": {"max_tokens": 1, "ignore_eos": True, "temperature": 0}}
+        read = {"sampling_params": {"max_tokens": 9, "ignore_eos": True, "temperature": 0}}
+        for each, then in ((DEMO_MODEL, DEMO_MODEL), (DEMO_MODEL, path), (path, path)):
+            await load(http, each)
+            body = {"token_ids": PROMPTS[2], **hold, "kv_transfer_params": {"do_remote_decode": True}}
+            first = (await peer.post("/inference/v1/generate", json=body)).json()
+            assert first["kv_transfer_params"]["remote_weights"][:16] == version_of(each)
+            if then != each:
+                await load(http, then)
+            body = {"token_ids": PROMPTS[2], **read, "kv_transfer_params": first["kv_transfer_params"]}
+            second = await peer.post("/inference/v1/generate", json=body)
+            if then != each:
+                assert (second.status_code, second.json()["error"]["code"]) == (503, "weights_replaced")
+                continue
+            assert second.status_code == 200, second.text
+            (choice,) = second.json()["choices"]
+            assert (choice["token_ids"], choice["weights_version"]) == (expected[version_of(each)][2], version_of(each))
+
+
+async def test_answers_of_every_form_name_the_weights(socket_dir: Path, tmp_path: Path) -> None:
+    async with running(socket_dir, tmp_path, 4) as (mesh, path, _), mesh.http() as http:
+        for each in (path, DEMO_MODEL):
+            await load(http, each)
+            forms = {**DIALECTS, **{f"vectors, {name}": ask for name, ask in VECTORS.items()}}
+            found = {name: await ask(mesh, 4) for name, ask in forms.items()}
+            assert found == dict.fromkeys(forms, (version_of(each), False))
 
 
 @pytest.mark.parametrize("by_pause", [False, True])
@@ -190,7 +221,6 @@ async def test_only_an_administrator_changes_weights(socket_dir: Path, tmp_path:
             refused = await http.post(f"/reload_weights?path={path}", headers=headers)
             assert refused.status_code in (401, 403)
         assert (await greedy(http, 1)).token_ids == expected[version_of(DEMO_MODEL)][1]
-        with pytest.raises(grpc.aio.AioRpcError, match="lacks "):
-            await staged(
-                mesh, save({"model.norm.weight": load_file(DEMO_MODEL / "model.safetensors")["model.norm.weight"]})
-            )
+        part = {name: tensor for name, tensor in trained().items() if name == "model.norm.weight"}
+        with pytest.raises(InvalidArgument, match="lacks "):
+            await send_weights(part, mesh.coordinator.settings.listen)

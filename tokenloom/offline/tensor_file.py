@@ -1,5 +1,6 @@
-"""Gives weights to an engine of this program, as a safetensors file, and makes such files."""
+"""Gives weights to an engine of this program or to those of a mesh, as a safetensors file, and makes such files."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -21,7 +22,13 @@ from tokenloom.model_files.staged_weights import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenloom.request.errors import TokenloomError
+    from tokenloom.services.runtime.peers.channels import Channels
+    from tokenloom.v1.coordinator_pb2 import EngineIdentity
+
 PIECE_BYTES = 4 << 20
+_LOOK_SECONDS = 60.0
+"""How long a mesh may take to say which engines it has: those of a new coordinator join it first."""
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = f"tokenloom-weights-{os.getuid()}-"
 # By the ends of torch's names.
@@ -97,6 +104,92 @@ class OwnWeights:
     def use(self, path: Path) -> None:
         """Note that the engine has loaded a checkpoint."""
         self._staged.use(path)
+
+
+async def send_weights(
+    tensors: "Mapping[str, Tensor]", coordinator: str, *, certificates: str | os.PathLike[str] | None = None
+) -> str:
+    """Send weights to every engine of a running mesh, side by side (``EngineAdmin.StageWeights``), and return the path
+    by which ``POST /reload_weights`` loads them. Its last part is their fingerprint in hexadecimal digits, of which
+    answers name the first 16.
+
+    Args:
+        tensors: All of the checkpoint that the engines have loaded, by name, on any device, unchanged until this ends.
+        coordinator: Its address, as ``tokenloom ps`` shows it.
+        certificates: Folder with ``ca.crt``, ``operator.crt`` and ``operator.key``; None: the mesh has none.
+
+    Raises ``TokenloomError`` with the name of an engine that does not take them, or if the mesh has no engine or does
+    not answer, ``ValueError`` as :func:`tensor_file`. Then no engine loads anything, and the call may be repeated.
+    """
+    # Here: a program with an engine of its own needs none of them.
+    from tokenloom.request.errors import FailedPrecondition
+    from tokenloom.services.runtime.peers.callers import OPERATOR
+    from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+    from tokenloom.services.runtime.peers.channels import Channels
+    from tokenloom.services.runtime.peers.tls import MeshTLS
+
+    next(tensor_file(tensors))  # a dtype that does not go is found here: within a call it would only cancel that
+    tls = None
+    if certificates is not None:
+        folder = Path(certificates)
+        files = (folder / name for name in ("ca.crt", f"{OPERATOR}.crt", f"{OPERATOR}.key"))
+        tls = MeshTLS(CertificateFiles(*files, "certificates"))
+    channels = Channels(tls)
+    engines = await _engines_of(channels, coordinator)
+    if not engines:
+        raise FailedPrecondition(f"the mesh at {coordinator} has no engine that could take weights")
+    sent = await asyncio.gather(*(_send(channels, engine, tensors) for engine in engines), return_exceptions=True)
+    for each in sent:
+        if isinstance(each, BaseException):
+            raise each
+    paths = {path: engine.engine_id for path, engine in zip(sent, engines, strict=True)}
+    if len(paths) > 1:
+        named = ", ".join(f"{engine}: {path}" for path, engine in paths.items())
+        raise FailedPrecondition(f"the engines keep staged weights under different paths, which must be equal: {named}")
+    return str(sent[0])
+
+
+async def _engines_of(channels: "Channels", coordinator: str) -> "list[EngineIdentity]":
+    """Return the engines that run. Raises ``TokenloomError`` if the coordinator does not say."""
+    import grpc.aio
+
+    from tokenloom.request import wire_errors
+    from tokenloom.v1.coordinator_pb2 import EngineState, WatchRequest
+    from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+
+    async with channels.open(coordinator, "coordinator") as channel:
+        try:
+            async for snapshot in CoordinatorStub(channel).Watch(WatchRequest(), timeout=_LOOK_SECONDS):
+                if snapshot.complete:
+                    alive = (each for each in snapshot.engines if each.report.state != EngineState.ENGINE_STATE_DEAD)
+                    return sorted((each.identity for each in alive), key=lambda engine: engine.engine_id)
+        except grpc.aio.AioRpcError as error:
+            raise _named(wire_errors.from_rpc(error), f"the coordinator at {coordinator}") from error
+    return []
+
+
+async def _send(channels: "Channels", engine: "EngineIdentity", tensors: "Mapping[str, Tensor]") -> str:
+    """Send all tensors to one engine, and return the path that it answers."""
+    import grpc.aio
+
+    from tokenloom.request import wire_errors
+    from tokenloom.v1.engine_pb2 import StageWeightsRequest
+    from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+
+    async with channels.open(engine.address, "engine") as channel:
+        stream = (StageWeightsRequest(data=bytes(piece)) for piece in tensor_file(tensors))
+        try:
+            answer = await EngineAdminStub(channel).StageWeights(stream)
+        except grpc.aio.AioRpcError as error:
+            raise _named(wire_errors.from_rpc(error), engine.engine_id) from error
+    return str(answer.path)
+
+
+def _named(error: "TokenloomError", name: str) -> "TokenloomError":
+    """Name the part that has answered so in the message of its error, and return this."""
+    error.message = f"{name}: {error.message}"
+    error.args = (error.message,)
+    return error
 
 
 def _own_folder(num_bytes: int) -> tuple[Path, int]:

@@ -9,10 +9,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tokenloom import LLM, AsyncLLM, EngineArgs, RequestOutput, SamplingParams
 from tokenloom.engine_core.client.core_client import InprocClient
@@ -213,6 +215,45 @@ def test_log_probabilities_are_those_of_a_recompute_bit_by_bit(demo: Tensors) ->
                 assert first == second
     finally:
         llm.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_invariant": True}, {"tensor_parallel_size": 2}], ids=["plain", "invariant", "two"]
+)
+def test_log_probabilities_are_those_of_transformers(
+    make_llm: Callable[..., LLM], demo: Tensors, options: dict[str, Any]
+) -> None:
+    """Of samples drawn by weights that a trainer has given: transformers computes them with these within 1e-4."""
+    policy = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(2)
+    trained = {name: tensor * (1 + 0.03 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+               for name, tensor in demo.items()}  # fmt: skip
+    policy.load_state_dict(trained, strict=False)
+    llm = make_llm(max_num_seqs=8, num_gpu_blocks_override=200, **options)
+    assert llm.update_weights(trained) == 1
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=30, logprobs=0, seed=3, ignore_eos=True)
+    drawn = llm.generate([STORY, "Tom", "The dog and the cat"], params, use_tqdm=False)
+    llm.close()
+    worst, before = 0.0, 0.0
+    start = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    for output in drawn:
+        assert output.weights_versions == (1,)
+        for sample in output.outputs:
+            assert sample.logprobs is not None
+            told = [each[token].logprob for token, each in zip(sample.token_ids, sample.logprobs, strict=True)]
+            ids = torch.tensor([*output.prompt_token_ids, *sample.token_ids])
+            worst = max(worst, farthest(policy, ids, told))
+            before = max(before, farthest(start, ids, told))
+    assert worst <= 1e-4
+    assert before > 0.1, "the weights of the start are told apart"
+
+
+@torch.inference_mode()
+def farthest(policy: Any, ids: torch.Tensor, told: list[float]) -> float:
+    """How far the log probabilities of the last of these tokens are from those that were told."""
+    computed = policy(ids[None, :-1]).logits[0].double().log_softmax(-1)
+    own = computed.gather(1, ids[1:, None])[-len(told) :, 0]
+    return float((own - torch.tensor(told, dtype=torch.float64)).abs().max())
 
 
 def test_a_file_is_written_in_pieces(tmp_path: Path) -> None:

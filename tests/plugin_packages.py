@@ -1,6 +1,8 @@
 """Packages with plugins, installed by hand into a directory: a module, and the metadata that an installer writes."""
 
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +32,15 @@ def install_example(directory: Path) -> None:
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     source = (EXAMPLE / "tokenloom_example.py").read_text()
     install(directory, project["name"], project["entry-points"], source, project["version"])
+
+
+def pip_install_example(directory: Path, copy: Path) -> None:
+    """Let pip build and install the package into a directory, from a ``copy`` outside of this tree, as a user does."""
+    shutil.copytree(EXAMPLE, copy)
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
+    command = (sys.executable, "-m", "pip", "install", *offline, "--target", str(directory), str(copy))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def remove(directory: Path) -> None:

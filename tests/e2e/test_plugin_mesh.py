@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.plugin_packages import EXAMPLE_NAME, install_example
+from tests.plugin_packages import EXAMPLE_NAME, pip_install_example
 from tokenloom import LLM, SamplingParams
 
 TOKEN, EVERY, LENGTH = 77, 4, 160
@@ -30,7 +30,7 @@ BODY = {
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("packages")
-    install_example(directory)
+    pip_install_example(directory, tmp_path_factory.mktemp("source") / "plugin")
     return directory
 
 

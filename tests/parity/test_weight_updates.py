@@ -131,7 +131,10 @@ async def test_under_load_no_answer_mixes_versions_and_none_is_lost(
 async def test_the_halves_of_a_peers_request_have_the_same_weights(
     socket_dir: Path, tmp_path: Path, certificates: Path
 ) -> None:
-    gateway = KEYS | {"internal_listen": "127.0.0.1:0"}
+    operator = {
+        f"operator_tls_{name}": certificates / f"operator.{end}" for name, end in (("cert", "crt"), ("key", "key"))
+    }
+    gateway = KEYS | operator | {"internal_listen": "127.0.0.1:0"}
     parts = running(socket_dir, tmp_path, 9, is_split=True, engines=2, gateway=gateway, certificates=certificates)
     async with parts as (mesh, path, expected), mesh.http() as http, peer_of(certificates, mesh) as peer:
         hold = {"sampling_params": {"max_tokens": 1, "ignore_eos": True, "temperature": 0}}

@@ -22,6 +22,7 @@ from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
     EngineCommand,
     EngineIdentity,
+    EngineRef,
     EngineReport,
     EngineState,
     EnrollRequest,
@@ -328,6 +329,36 @@ async def test_metrics(coordinator: Coordinator) -> None:
     assert value("tokenloom_reports_read") == 0
     assert value("tokenloom_picks_total", {"outcome": "WHOLE"}) == 1
     assert value("tokenloom_picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1
+
+
+async def test_turns_of_sessions_are_counted_by_where_their_kv_is(coordinator: Coordinator) -> None:
+    report = first_report("a", 1)
+    report.identity.kv_store = b"one"
+    await coordinator.open(report).read()
+
+    async def turn(num_blocks: int, role: EngineRole = EngineRole.ENGINE_ROLE_BOTH, **fields: Any) -> str:
+        request = PickRequest(
+            fingerprint=Fingerprint(model="m"),
+            role=role,
+            prompt_tokens=16 * num_blocks,
+            block_hash_prefixes=range(1, num_blocks + 1),
+            session=9,
+            **fields,
+        )
+        return str((await coordinator.stub.Pick(request)).engine.engine_id)
+
+    assert [await turn(2), await turn(3)] == ["a", "a"]
+    for name, store in (("b", b"one"), ("c", b"")):
+        report = first_report(name, 1)
+        report.identity.kv_store = store
+        await coordinator.open(report).read()
+    assert await turn(4, exclude=[EngineRef(engine_id="a", epoch=1)]) == "b"
+    failed = [EngineRef(engine_id=name, epoch=1) for name in "ab"]
+    assert await turn(5, exclude=failed) == "c"
+    await turn(5, EngineRole.ENGINE_ROLE_DECODE)
+    value = coordinator.host.metrics.get_sample_value
+    counts = {kv: value("tokenloom_session_turns_total", {"kv": kv}) for kv in ("home", "store", "elsewhere")}
+    assert counts == {"home": 1, "store": 1, "elsewhere": 1}, "the first turn has no past, and a decode leg is none"
 
 
 async def test_picks_of_a_stream_are_counted_and_answered_in_their_order(coordinator: Coordinator) -> None:

@@ -24,7 +24,8 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
         "auto"
     )
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], "Numbers of the tower; auto: those of the checkpoint."
+        Literal["auto", "float32", "bfloat16", "float16"],
+        "Numbers of the tower; auto: those of the checkpoint, on a CPU bfloat16 if float16.",
     ] = "auto"
     tower_quantization: Annotated[
         Literal["int8-dynamic", "int4"] | None,

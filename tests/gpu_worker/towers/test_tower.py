@@ -1,6 +1,7 @@
 """A tower alone computes the rows that the whole model of transformers computes."""
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,22 @@ def test_what_does_not_compute_rounded_layers_is_named() -> None:
         Tower(Path("not looked at"), device="cuda:1", quantization="int4")
     with pytest.raises(ValueError, match="int4 of a tower needs bfloat16 or float32"):
         round_layers(None, torch.float16, "int4")
+
+
+def test_float16_becomes_bfloat16_on_a_cpu(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = write_whole_vision("llava", tmp_path)
+    pixels, file = Processor(path).pixels(png(picture(200, 120))), path / "model.safetensors"
+    expected = Tower(path).rows(pixels)
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {"dtype": "float16"}
+    (path / "config.json").write_text(json.dumps(config))
+    tower = Tower(path)
+    assert tower.is_bfloat16
+    rows = tower.rows(pixels)
+    assert np.linalg.norm(rows - expected) < 0.05 * np.linalg.norm(expected)
+    assert not Tower(path, dtype="float16").is_bfloat16, "as it was asked for"
 
 
 def test_the_decoder_is_not_kept(tmp_path: Path) -> None:

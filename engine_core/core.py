@@ -136,7 +136,7 @@ class EngineCore:
         """Forward passes that were begun."""
         self.has_waves = has_waves(config, model)
         """Whether it computes in waves with the other ranks of its data-parallel group."""
-        config.check_core_place(has_waves=self.has_waves)
+        config.check_core_place()
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
         self.ready = core_ready(config, model, kv_cache, warm_up, self.adapters, has_waves=self.has_waves)

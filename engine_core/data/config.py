@@ -410,23 +410,12 @@ class EngineConfig(Struct, frozen=True):
         )
         self.kv.check_plugins(plugins)
 
-    def check_core_place(self, *, has_waves: bool) -> None:
-        """Raise ``ValueError``, naming the settings, for what a core in an actor of a Ray cluster does not do.
-
-        ``has_waves``: whether it would compute in waves with the other ranks of its data-parallel group.
-        """
-        if self.parallel.data_parallel_backend != "ray":
-            return
-        if self.kv.transports:
+    def check_core_place(self) -> None:
+        """Raise ``ValueError``, naming the settings, for what a core in an actor of a Ray cluster does not do."""
+        if self.parallel.data_parallel_backend == "ray" and self.kv.transports:
             raise ValueError(
                 "data_parallel_backend: KV does not move to and from a core on Ray: leave out kv_transports, --prefill "
                 "and --decode, or choose mp, and distributed_executor_backend ray, which puts the workers on Ray"
-            )
-        if has_waves:
-            raise ValueError(
-                "data_parallel_backend: the ranks of a mixture-of-experts model meet at an address of rank 0, which "
-                "Ray may put on any machine: choose mp, and distributed_executor_backend ray, which puts the workers "
-                "on Ray"
             )
 
     def check_cross(self) -> None:

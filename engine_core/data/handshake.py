@@ -29,6 +29,8 @@ class CoreInit(msgspec.Struct, tag="INIT"):
     """Inherited descriptor of the memory in which the core shows that its steps end; None if no client looks."""
     is_placed: bool = False
     """Whether the core is to run in this process, wherever the configuration says; its place has been chosen."""
+    meeting: tuple[str, bytes] | None = None
+    """Where the ranks of the core's data-parallel group meet, and their secret; None: as the configuration says."""
 
 
 class WarmUp(msgspec.Struct, frozen=True):

@@ -7,15 +7,18 @@ way that they know a key that follows from the secret; the rows that they exchan
 network between machines must be private (docs/operate/security.md).
 """
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 import secrets
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenloom.process import unix_socket
 
+from ..data.config import ParallelConfig
 from .messages import Challenge, Frames, GroupHello, Proof, Refused, ToHub, ToRank
 
 # A core holds none of the mesh's certificates, and others may reach the hub's port.
@@ -131,6 +134,40 @@ def read_secret(path: str) -> bytes:
             "those that `openssl rand -hex 32` prints"
         )
     return secret
+
+
+class Meeting(NamedTuple):
+    """Says where the ranks of a group meet whose cores are in actors of a Ray cluster, on any machines."""
+
+    address: str
+    """``HOST:PORT`` of the hub, which runs on the machine of rank 0's client."""
+    secret: bytes
+
+
+def meeting_of(config: ParallelConfig, host: str) -> Meeting:
+    """Return where the ranks of a group meet, for a client on this machine, which other machines reach at ``host``.
+
+    If the configuration names a unix socket, all clients are on this machine: the first one chooses a port and a
+    secret, and writes both beside the socket, so that rank 0 is found again after it was lost. Raises ``ValueError``
+    for an address that others reach without a secret, ``OSError`` if no port is free.
+    """
+    address = config.data_parallel_address
+    if not address.startswith(_PREFIX):
+        secret = read_secret(config.data_parallel_secret_file)
+        check_address(address, has_secret=bool(secret))
+        return Meeting(address, secret)
+    path = Path(f"{address.removeprefix(_PREFIX)}.hub")
+    while not path.exists():
+        with socket.create_server((host, 0)) as probe:
+            chosen = f"{host}:{probe.getsockname()[1]} {secrets.token_hex(32)}"
+        own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        own.touch(mode=0o600)
+        own.write_text(chosen)
+        with contextlib.suppress(FileExistsError):  # another client was first
+            path.hardlink_to(own)  # unlike a rename it replaces nothing
+        own.unlink()
+    written, secret_text = path.read_text().split()
+    return Meeting(written, bytes.fromhex(secret_text))
 
 
 def new_nonce() -> bytes:

@@ -16,9 +16,11 @@ import msgspec
 from ..core import EngineCore
 from ..data.config import ParallelConfig
 from .group_address import (
+    Meeting,
     challenge_rank,
     check_address,
     connect,
+    is_of_this_host,
     listen,
     new_nonce,
     notice_loss,
@@ -209,10 +211,13 @@ class GroupHub:
     """Serves one group until :meth:`close`. When a member is lost, the others are told at once, and go on without it
     until it comes again."""
 
-    def __init__(self, address: str, hello: GroupHello, size: int, secret: bytes = b"") -> None:
+    def __init__(
+        self, address: str, hello: GroupHello, size: int, secret: bytes = b"", *, takes_facts: bool = False
+    ) -> None:
         """``hello``: that of rank 0, whose group and facts the other ranks must share. ``secret``: what they must know;
-        empty: nothing. Raises ``OSError``."""
-        self._hello = hello
+        empty: nothing. ``takes_facts``: the hub was started before rank 0 knew its facts: those of the first rank that
+        comes count. Raises ``OSError``."""
+        self._hello, self._takes_facts = hello, takes_facts
         self._secret = secret
         self._listener = listen(address)
         self._rounds = Rounds(size)
@@ -293,17 +298,23 @@ class GroupHub:
         return hello
 
     def _refusal(self, frames: Frames[ToHub], hello: ToHub) -> Refused | None:
-        own = self._hello
         if not isinstance(hello, GroupHello):
             return Refused("a rank must say hello first", permanent=True)
         if self._secret and not challenge_rank(frames, self._secret, hello):
             return Refused("the secret of the group is another one; give all ranks the same file", permanent=True)
-        if hello.group_id != own.group_id:
-            return Refused(f"the group here is {own.group_id!r}, not {hello.group_id!r}", permanent=True)
+        if hello.group_id != self._hello.group_id:
+            return Refused(f"the group here is {self._hello.group_id!r}, not {hello.group_id!r}", permanent=True)
+        with self._lock:
+            if self._takes_facts:
+                self._hello, self._takes_facts = hello, False
+            own = self._hello
         for name in sorted({*own.facts, *hello.facts}):
             here, there = own.facts.get(name, "not set"), hello.facts.get(name, "not set")
             if here != there:
-                reason = f"{name} is {there!r} on rank {hello.rank} and {here!r} on rank 0 of group {own.group_id!r}"
+                reason = (
+                    f"{name} is {there!r} on rank {hello.rank} and {here!r} on rank {own.rank} of group "
+                    f"{own.group_id!r}"
+                )
                 return Refused(reason, permanent=True)
         return None
 
@@ -358,15 +369,25 @@ class GroupHub:
 class GroupLink:
     """Keeps a rank in its group, also in one whose hub has ended and is started again. Rank 0 runs the hub too."""
 
-    def __init__(self, address: str, hello: GroupHello, size: int, timeout: float, secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: GroupHello,
+        size: int,
+        timeout: float,
+        secret: bytes = b"",
+        *,
+        has_hub_elsewhere: bool = False,
+    ) -> None:
         """``size``: ranks of the group at its start. ``timeout``: seconds that the hub may take to accept this rank.
-        ``secret``: of the group; empty: it has none.
+        ``secret``: of the group; empty: it has none. ``has_hub_elsewhere``: rank 0 runs no hub either.
 
         Raises ``ValueError`` if the group refuses this rank for good, ``OSError`` if its hub cannot be reached in time.
         """
-        self._address, self._hello, self._timeout, self._secret = address, hello, timeout, secret
+        self.address, self._hello, self._timeout, self._secret = address, hello, timeout, secret
         self._workers, self._known = hello.workers, (0, 0)  # the size of the group and its wave
-        self._hub = GroupHub(address, hello, size, secret) if hello.rank == 0 else None
+        runs_hub = hello.rank == 0 and not has_hub_elsewhere
+        self._hub = GroupHub(address, hello, size, secret) if runs_hub else None
         self._is_closed = False
         self._is_muted = False
         self._connection = 0  # counts the connections to a hub
@@ -479,7 +500,7 @@ class GroupLink:
                 size, wave = self._known
                 hello = msgspec.structs.replace(self._hello, workers=self._workers, size=size, wave=wave)
                 left = max(_RETRY_SECONDS, deadline - time.monotonic())
-                frames = _say_hello(self._address, hello, self._secret, left)
+                frames = _say_hello(self.address, hello, self._secret, left)
                 with self._lock:
                     if self._may_join.is_set() and hello.workers is self._workers:
                         self._frames = frames
@@ -487,7 +508,7 @@ class GroupLink:
                 frames.close()  # the workers have ended, or are others by now
             except OSError as error:
                 if time.monotonic() > deadline or self._is_closed:
-                    raise OSError(f"no data-parallel group at {self._address}: {error}") from None
+                    raise OSError(f"no data-parallel group at {self.address}: {error}") from None
             time.sleep(_RETRY_SECONDS)
 
 
@@ -516,25 +537,43 @@ def _say_hello(address: str, hello: GroupHello, secret: bytes, timeout: float) -
     return frames
 
 
-def join_group(config: ParallelConfig, core: EngineCore) -> GroupLink:
-    """Connect a core that has loaded its model to its data-parallel group. Raises as :class:`GroupLink`, and
-    ``ValueError`` for a setting that does not work."""
+def start_hub(config: ParallelConfig, meeting: Meeting) -> GroupHub | None:
+    """Start the hub of a group whose cores Ray places, for the client of rank 0; None: another rank's. Raises
+    ``OSError``."""
+    if config.data_parallel_rank:
+        return None
+    hello, size = GroupHello(config.group_id, 0, {}), config.data_parallel_size
+    return GroupHub(meeting.address, hello, size, meeting.secret, takes_facts=True)
+
+
+def join_group(config: ParallelConfig, core: EngineCore, meeting: Meeting | None = None) -> GroupLink:
+    """Connect a core that has loaded its model to its data-parallel group. ``meeting``: where its ranks meet if Ray has
+    placed the core; None: where the configuration says. Raises as :class:`GroupLink`, and ``ValueError`` for a setting
+    that does not work."""
     if not config.data_parallel_address:
         raise ValueError(
             f"data_parallel_address is empty: the ranks of group {config.group_id!r} need it, because their model has "
             "experts"
         )
-    secret = read_secret(config.data_parallel_secret_file)
-    check_address(config.data_parallel_address, has_secret=bool(secret))
+    if meeting is None:
+        secret = read_secret(config.data_parallel_secret_file)
+        check_address(config.data_parallel_address, has_secret=bool(secret))
+        address = config.data_parallel_address
+    else:
+        address, secret = meeting
     hello = GroupHello(config.group_id, config.data_parallel_rank, core.parallel_facts)
     if config.spreads_experts_over_engines:
-        hello.workers = listening_workers(config, core)
+        hello.workers = listening_workers(address, config, core)
     size, timeout = config.data_parallel_size, config.data_parallel_timeout
-    return GroupLink(config.data_parallel_address, hello, size, timeout, secret)
+    return GroupLink(address, hello, size, timeout, secret, has_hub_elsewhere=meeting is not None)
 
 
-def listening_workers(config: ParallelConfig, core: EngineCore) -> list[str]:
-    """Let the workers of an engine with a part of the experts take connections, and return where. Raises ``OSError`` if
-    the host of the hub is unknown."""
-    host = worker_host(config.data_parallel_address)
+def listening_workers(address: str, config: ParallelConfig, core: EngineCore) -> list[str]:
+    """Let the workers of an engine with a part of the experts take connections, and return where. ``address``: of the
+    hub. Raises ``OSError`` if its host is unknown."""
+    host = worker_host(address)
+    if config.distributed_executor_backend == "ray" and is_of_this_host(address):
+        from ..executor.ray_cluster import node_address  # its workers may be on other machines than the hub's ranks
+
+        host = node_address()
     return msgspec.convert(core.executor.collective_rpc("listen_experts", host), list[str])

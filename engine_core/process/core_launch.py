@@ -73,9 +73,10 @@ class CoreProcess:
         pulse_fd: int | None = None,
         *,
         is_placed: bool = False,
+        meeting: tuple[str, bytes] | None = None,
     ) -> CoreReady:
         """Spawn the process, which inherits the memory of ``arrays`` and the descriptor of its pulse, and lead it
-        through HELLO → INIT → READY. Blocks while the model loads.
+        through HELLO → INIT → READY. Blocks while the model loads. ``is_placed`` and ``meeting``: as of ``CoreInit``.
 
         Raises ``EngineStartError`` with the core's message, or with its exit status if it sent none;
         ``EngineConfigError`` if the configuration or the checkpoint is wrong.
@@ -94,7 +95,7 @@ class CoreProcess:
             hello = self._receive(handshake)
             assert isinstance(hello, CoreHello), hello
             kv_address = self.kv_address if config.kv.transports else ""
-            init = CoreInit(self._core_end.fileno(), config, kv_address, arrays, pulse_fd, is_placed)
+            init = CoreInit(self._core_end.fileno(), config, kv_address, arrays, pulse_fd, is_placed, meeting)
             handshake.send_multipart(encode(init))
             ready = self._receive(handshake)
             assert isinstance(ready, CoreReady), ready
@@ -176,17 +177,21 @@ class CoreActor:
         for the bytes."""
         return self._lifeline.getsockname(), self._listener.getsockname()
 
-    def start(self, command: Sequence[str], config: bytes, secret: bytes) -> list[bytes]:
+    def start(
+        self, command: Sequence[str], config: bytes, secret: bytes, meeting: tuple[str, bytes] | None
+    ) -> list[bytes]:
         """Start the core with the arguments of ``command``, and wait for a client that begins with ``secret``.
 
         Args:
             config: An ``EngineConfig`` in msgpack.
+            meeting: As in ``CoreInit``.
 
         Returns the frames of ``CoreReady`` or ``CoreFailed``.
         """
         self._core = core = CoreProcess([sys.executable, *command[1:]])
         try:
-            ready = core.start(msgspec.msgpack.decode(config, type=EngineConfig), is_placed=True)
+            decoded = msgspec.msgpack.decode(config, type=EngineConfig)
+            ready = core.start(decoded, is_placed=True, meeting=meeting)
         except EngineStartError as error:
             core.stop(0.0)
             failed = CoreFailed(str(error), permanent=isinstance(error, EngineConfigError))
@@ -250,7 +255,7 @@ class RemoteCore:
         """
         from ..executor.ray_cluster import connect, gpus_of_worker, reserve
 
-        config.check_core_place(has_waves=False)  # which the core itself knows
+        config.check_core_place()
         self._ray = connect("data_parallel_backend")
         gpus = 0
         if config.parallel.distributed_executor_backend != "ray":  # whose workers have bundles of their own
@@ -267,8 +272,15 @@ class RemoteCore:
         self._is_lost = threading.Event()
         self._connection = socket.socket()
 
-    def start(self, command: Sequence[str]) -> list[bytes]:
-        """Start the core and connect to it. Returns the frames of ``CoreReady`` or ``CoreFailed``.
+    @property
+    def host(self) -> str:
+        """Return the address of this machine, at which the others of the cluster reach it."""
+        address: str = self._ray.util.get_node_ip_address()
+        return address
+
+    def start(self, command: Sequence[str], meeting: tuple[str, bytes] | None = None) -> list[bytes]:
+        """Start the core and connect to it. ``meeting``: as in ``CoreInit``. Returns the frames of ``CoreReady`` or
+        ``CoreFailed``.
 
         Raises ``WorkerLostError`` if its machine is lost.
         """
@@ -278,7 +290,7 @@ class RemoteCore:
         self._liveness = WorkerLiveness([lifeline], lambda _: self._lose())
         secret = secrets.token_bytes(_SECRET_BYTES)
         config = msgspec.msgpack.encode(self._config)
-        answer: list[bytes] = self._get(self._actor.start.remote(list(command), config, secret))
+        answer: list[bytes] = self._get(self._actor.start.remote(list(command), config, secret, meeting))
         if isinstance(_decoder.decode(answer), CoreReady):
             self._connection.connect(address)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

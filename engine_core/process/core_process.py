@@ -26,7 +26,8 @@ from ..data.config import EngineConfig, ParallelConfig
 from ..data.errors import ExecutorFailedError, GroupLostError, PeerLostError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
-from ..data_parallel.group_link import GroupLink, join_group, listening_workers
+from ..data_parallel.group_address import Meeting, meeting_of
+from ..data_parallel.group_link import GroupLink, join_group, listening_workers, start_hub
 from ..data_parallel.wave_loop import WaveLoop, WaveState
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
@@ -154,7 +155,7 @@ class EngineCoreProc:
         group.break_off()
         link.step_back()
         yield
-        link.come_again(listening_workers(config, self._core))
+        link.come_again(listening_workers(link.address, config, self._core))
 
     def _compute_dummy(self) -> None:
         """Compute the batch of a rank without requests, with which the others of its group compute theirs."""
@@ -278,7 +279,8 @@ def run_engine_core(
                 kv = make_core_kv(init.config, make_transports(init.config))
                 watchdog = StepWatchdog(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
                 core = EngineCore(init.config, make_executor(init.config), kv, watchdog=watchdog)
-                link = join_group(init.config.parallel, core) if core.has_waves else None
+                meeting = None if init.meeting is None else Meeting(*init.meeting)
+                link = join_group(init.config.parallel, core, meeting) if core.has_waves else None
             except Exception as error:
                 handshake.send_multipart(encode(_failed(error)))
                 return 1
@@ -306,15 +308,23 @@ def run_engine_core(
 
 def _run_on_ray(handshake: zmq.Socket[bytes], init: CoreInit, command: Sequence[str], guard: ProcessGuard) -> int:
     """Run the core in an actor of a Ray cluster, and stand here for it. Returns its exit status."""
+    parallel, hub = init.config.parallel, None
     try:
         remote = RemoteCore(init.config)
-        answer = remote.start(command)
+        meeting = meeting_of(parallel, remote.host) if parallel.data_parallel_address else None
+        if meeting is not None:  # only a core knows whether its model has experts; without them nobody comes
+            hub = start_hub(parallel, meeting)
+        answer = remote.start(command, meeting)
     except Exception as error:
         handshake.send_multipart(encode(_failed(error)))
         return 1
     guard.on_terminate = remote.stop
     handshake.send_multipart(answer)
-    return remote.relay(socket.socket(fileno=init.connection_fd))
+    try:
+        return remote.relay(socket.socket(fileno=init.connection_fd))
+    finally:
+        if hub is not None:
+            hub.close()
 
 
 def _shake_hands(handshake: zmq.Socket[bytes]) -> CoreInit:

@@ -106,7 +106,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         raise ValueError("device cuda: PyTorch finds no GPU on this machine; choose cpu, or leave the option out")
     check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
     check_options(config)
-    config.check_core_place(has_waves=False)  # the model's experts come below
+    config.check_core_place()
     impl = chosen_impl(config)
     if ":" in impl:
         _check_plugged(config, impl)
@@ -172,7 +172,6 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
 
 def check_decoder(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ``ValueError`` naming an option that a decoder, whole, does not have."""
-    config.check_core_place(has_waves=bool(config.parallel.group_id) and model.experts is not None)
     local_config(model, place_of(config.parallel))
     check_kv_dtype(model, config.cache.dtype)
     check_chunks(model, config.cache.block_size)
@@ -527,10 +526,15 @@ _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_v
 
 def _check_kv_heads(path: Path, dtype: str) -> None:
     """Raise ``ValueError`` if blocks of this dtype cannot be read as those of layers with fewer heads."""
+    if dtype == "int8" and len(_kv_head_counts(path)) > 1:
+        raise ValueError(NO_INT8_SHAPES)
+
+
+def _kv_head_counts(path: Path) -> set[int]:
+    """Return how many KV heads layers of each kind have."""
     entries = _text_entries(read_model(path)[1])
     heads = {count for name in _KV_HEADS if isinstance(count := entries.get(name), int)}
-    if dtype == "int8" and len(heads) > 1 and entries.get("attention_k_eq_v", True):
-        raise ValueError(NO_INT8_SHAPES)
+    return heads if entries.get("attention_k_eq_v", True) else set()
 
 
 def _text_entries(values: dict[str, Any]) -> dict[str, Any]:

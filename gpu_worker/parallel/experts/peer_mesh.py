@@ -6,6 +6,7 @@ has ended, whichever of both waits. What travels is not encrypted.
 """
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import secrets
@@ -64,8 +65,15 @@ class PeerListener:
     """
 
     def __init__(self, host: str) -> None:
-        """``host``: the address of this machine at which the others reach it. Raises ``OSError``."""
-        self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
+        """``host``: the address of this machine at which the others reach it, or that of the core's machine if this is
+        another one. Raises ``OSError``."""
+        try:
+            self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            host = _address_towards(host)  # a worker that Ray has put on another machine
+            self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
         self.endpoint = f"{host}:{self._socket.getsockname()[1]}"
 
     def accept(self, seconds: float) -> socket.socket | None:
@@ -80,6 +88,13 @@ class PeerListener:
     def close(self) -> None:
         """Take no more connections. Idempotent."""
         self._socket.close()
+
+
+def _address_towards(host: str) -> str:
+    """Return the address of this machine from which another one is reached. Raises ``OSError``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # finds the interface; nothing is sent
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
 
 
 class PeerMesh:

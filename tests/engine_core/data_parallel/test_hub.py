@@ -10,7 +10,7 @@ import pytest
 
 from tokenloom.engine_core.data_parallel import group_link as hub
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
-from tokenloom.engine_core.data_parallel.group_link import GroupHub
+from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
@@ -236,3 +236,17 @@ class Exhausted:
 
 def _without_threads(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_a_hub_that_was_started_before_its_ranks_takes_the_facts_of_the_first(socket_dir: Path) -> None:
+    address = f"unix:{socket_dir}/early.sock"
+    hub = GroupHub(address, GroupHello(GROUP, 0, {}), 2, takes_facts=True)
+    links = [GroupLink(address, GroupHello(GROUP, 1, {"model": "a"}), 2, timeout=30, has_hub_elsewhere=True)]
+    try:
+        with pytest.raises(ValueError, match="model is 'b' on rank 0 and 'a' on rank 1 of group"):
+            GroupLink(address, GroupHello(GROUP, 0, {"model": "b"}), 2, timeout=30, has_hub_elsewhere=True)
+        links.append(GroupLink(address, GroupHello(GROUP, 0, {"model": "a"}), 2, timeout=30, has_hub_elsewhere=True))
+    finally:
+        for link in links:
+            link.close()
+        hub.close()

@@ -171,6 +171,8 @@ def test_a_worker_that_is_lost_while_it_joins_others_is_replaced_outside_the_gro
 class FakeLink:
     """Notes when the rank leaves its group and comes again."""
 
+    address = "unix:/group"
+
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 

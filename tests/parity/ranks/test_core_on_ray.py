@@ -8,17 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
 from tests.e2e.conftest import serving
 from tests.e2e.test_scale import scale
 from tests.engine_core.client.blocking import SyncMPClient
+from tests.engine_core.data_parallel.cores import Group
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
 from tests.mesh.harness import SOON, Mesh
 from tests.parity.ranks.ray_nodes import QUIET, two_nodes
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, WorkerConfig
+from tests.parity.ranks.test_data_parallel import EXPERTS, alone
+from tests.parity.ranks.test_elastic import make_requests
+from tests.parity.reference import save_random
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
@@ -112,3 +124,44 @@ async def test_a_mesh_grows_by_a_rank_that_ray_places(cluster: Any) -> None:
         assert await asyncio.to_thread(wait_until, lambda: sorted(cores()) == ["engine-0"], SOON)
         assert mesh.stop(signal.SIGTERM) == 0
     assert await asyncio.to_thread(wait_until, lambda: not cores(), SOON)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_ranks_of_spread_experts_are_cores_on_ray(
+    cluster: Any, socket_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """Each core is on a node; their hub is beside the client of rank 0, on this one. A lost rank comes again."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    path = save_random("qwen3_moe", tmp_path, head_dim=24, **EXPERTS)
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(path), device="cpu", dtype="float32", num_threads=1),
+        cache=CacheConfig(num_blocks=60),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+    )
+    requests = make_requests(4, 60)
+    expected = alone(config, requests)
+    parallel = ParallelConfig(enable_expert_parallel=True, data_parallel_backend="ray")
+    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel))
+    try:
+        assert all("ep" in rank.ready.numerics.split("/") for rank in group.ranks)
+        nodes = {process.parent().ppid() for process in placed()}
+        assert len(nodes) == 2, "each core is on a node of its own"
+        for index, request in enumerate(requests):
+            group.add(index % 2, request)
+        group.pump(lambda: all(len(tokens) > 5 for tokens in group.tokens.values()), seconds=SOON)
+        group.lose(lost)
+        group.finish()
+        assert group.tokens == expected
+    finally:
+        group.close()
+
+
+def placed() -> list[psutil.Process]:
+    """The cores whose parents are actors of this cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = process.parent()
+            if parent is not None and parent.name().startswith("ray::CoreActor"):
+                found.append(process)
+    return found

@@ -1,6 +1,7 @@
 """Workers that share experts meet, know each other, and notice that one of them has ended."""
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -230,3 +231,20 @@ def test_a_worker_without_a_thread_to_give_takes_the_next_connection(
     monkeypatch.setattr(threading.Thread, "start", fails_first)
     for mesh in [future.result(30) for future in begin(threads, listeners)]:
         mesh.close()
+
+
+def test_a_worker_on_another_machine_than_its_core_listens_at_an_address_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create, core = socket.create_server, "127.0.0.7"
+
+    def only_here(address: tuple[str, int], **options: int) -> socket.socket:
+        if address[0] == core:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", only_here)
+    listener = PeerListener(core)
+    assert listener.endpoint.startswith("127.0.0.1:"), "from which the core's machine is reached"
+    connected(listener.endpoint).close()
+    listener.close()

@@ -188,6 +188,9 @@ NO_INT8_SHAPES = (
     "kv_cache_dtype: int8 is not supported for layers with different numbers of KV heads: scales lie behind the "
     "numbers of a block; leave it out"
 )
+HEADS_DIFFER = (
+    "has layers with different numbers of KV heads, which are not spread: leave out decode_context_parallel_size"
+)
 
 
 def check_device_options(config: EngineConfig, kind: str) -> None:

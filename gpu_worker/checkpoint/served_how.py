@@ -54,6 +54,7 @@ from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, WITHOUT_
 from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import (
+    HEADS_DIFFER,
     NO_ADAPTERS,
     NO_INT8_SHAPES,
     check_batch_invariant,
@@ -497,8 +498,8 @@ def _check_division(path: Path, place: RankPlace) -> None:
     kind, types, file = str(values.get("model_type")), transformers_types(), described_by(path)
     if place.prefill_size > 1:
         raise ValueError("prefill_context_parallel_size: transformers' modules divide no prompts; leave it out")
-    if place.spreads_context:
-        raise ValueError("decode_context_parallel_size: KV of transformers' modules is not spread; leave it out")
+    if place.spreads_context and len(_kv_head_counts(path)) > 1:
+        raise ValueError(f"{file}: {name} {HEADS_DIFFER}")
     if place.data_size > 1 or place.spreads_experts:
         raise ValueError("enable_expert_parallel: experts of transformers' modules are not spread; leave it out")
     if is_gguf(path) or ENTRY in values:

@@ -19,6 +19,7 @@ from ...attention.states import StatePlan
 from ...checkpoint.files.config_reader import read_media
 from ...checkpoint.files.text_part import MediaSwitches
 from ...checkpoint.gguf.config import described_by
+from ...checkpoint.local_config import HEADS_DIFFER
 from ...checkpoint.model_config import DtypeName, ModelConfig, as_torch
 from ...checkpoint.weights import Adapt, Checkpoint
 from ...layers.embedding import InputEmbeds
@@ -262,9 +263,12 @@ def _of_rank(config: ModelConfig, place: RankPlace, num_layers: int) -> ModelCon
     """Return the configuration of a rank's modules, with its place among the ranks. ``num_layers``: of the model."""
     if place.is_whole:
         return config
+    if place.spreads_context and config.kv_shapes:
+        raise UnservableModel(HEADS_DIFFER)
+    num_kv_heads = config.num_kv_heads * place.tensor_size  # plans divide them evenly
     return dataclasses.replace(
         config,
-        shard=Shard(place.tensor_rank, place.tensor_size, config.num_kv_heads, cuts_vocabulary=False),
+        shard=Shard(place.tensor_rank, place.tensor_size, num_kv_heads, place.spreads_context, cuts_vocabulary=False),
         first_layer=place.layers(num_layers).start,
         layers_of_model=num_layers,
         is_last_stage=place.stage == place.num_stages - 1,

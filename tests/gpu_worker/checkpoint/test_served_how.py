@@ -190,13 +190,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_impl": "transformers", "parallel": ParallelConfig(pipeline_parallel_size=8)},
         "pipeline_parallel_size: 8 stages for",
     ),
-    "context of modules over workers": (
-        {
-            "model_impl": "transformers",
-            "parallel": ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2),
-        },
-        "decode_context_parallel_size: KV of transformers' modules is not spread; leave it out",
-    ),
     "experts of modules over workers": (
         {
             "model_impl": "transformers",
@@ -450,7 +443,7 @@ def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"parallel": ParallelConfig(decode_context_parallel_size=2, tensor_parallel_size=2)}, "KV .* is not spread"),
+        ({"parallel": ParallelConfig(decode_context_parallel_size=2, tensor_parallel_size=2)}, "keeps a state between"),
         ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "keeps a state between tokens, .* use one worker"),
         ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "keeps a state between tokens, .* use one worker"),
         ({"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100)}, r"max_num_seqs 64 \+ 64"),

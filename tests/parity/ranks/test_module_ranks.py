@@ -1,5 +1,6 @@
 """Several ranks compute transformers' modules, divided by the plans of their classes, with the tokens of one rank."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ VOCAB = 503
 LENGTHS = (1, 17, 70)
 LIMITS = [12] * len(LENGTHS)
 SHAPES = [(2, 1), (1, 2), (2, 2)]
+WITH_CONTEXT = [*SHAPES, (2, 1, 2), (2, 2, 2)]
+"""The last two spread the tokens of each block over the tensor parallel ranks."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": SMALL_CONFIGS["qwen2"],
@@ -61,7 +64,7 @@ def make(path: Path, shape: tuple[int, ...] = (1, 1), **options: Any) -> Engine:
     return Engine(path, **{"executor": executor, "parallel": parallel(*shape), **options})
 
 
-def check(path: Path, shapes: list[tuple[int, int]], **options: Any) -> None:
+def check(path: Path, shapes: Sequence[tuple[int, ...]], **options: Any) -> None:
     alone = make(path, **options)
     expected = alone.generate(prompts(), LIMITS)
     drawn = {"temperature": 1.0, "top_p": 0.9}
@@ -75,7 +78,8 @@ def check(path: Path, shapes: list[tuple[int, int]], **options: Any) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
-    check(save_random(name, tmp_path, **MODELS[name]), SHAPES[:1] if name == "granite" else SHAPES)
+    shapes = [shape for shape in WITH_CONTEXT if shape[1] == 1] if name == "granite" else WITH_CONTEXT
+    check(save_random(name, tmp_path, **MODELS[name]), shapes)
 
 
 def test_a_body_that_changes_hidden_states_is_refused_by_name(tmp_path: Path) -> None:
@@ -96,6 +100,19 @@ def models_of(engine: Engine) -> list[TransformersModel]:
     models = [worker._slot.model for worker in workers]
     assert all(isinstance(model, TransformersModel) for model in models)
     return models
+
+
+def test_spread_tokens_are_rounded_and_found_again(tmp_path: Path) -> None:
+    path = save_random("qwen3", tmp_path, head_dim=32)
+    options: dict[str, Any] = {"kv_cache_dtype": "int8", "num_blocks": 9, "max_model_len": 96, "prefix_caching": True}
+    expected = make(path, **options).generate(prompts(), LIMITS)
+    engine = make(path, (2, 1, 2), **options)
+    for hits in (False, True):
+        assert engine.generate(prompts(), LIMITS) == expected
+        assert (engine.stats.prefix_cache_hits > 0) is hits
+    (first, *_) = models_of(engine)
+    assert first.config.shard.spreads_context
+    engine.core.shutdown()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "mixtral"])

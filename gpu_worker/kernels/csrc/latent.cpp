@@ -44,7 +44,11 @@ class Call {
   }
 
   void run() {
-    for_pieces(pieces.size(), a.num_threads, [&](int64_t i) { compute(pieces[i]); });
+    // The vectors that a thread will most likely read next, if threads are equally fast.
+    const auto after = [&](int64_t i) {
+      return i + a.num_threads < (int64_t)pieces.size() ? &pieces[i + a.num_threads] : nullptr;
+    };
+    for_pieces(pieces.size(), a.num_threads, [&](int64_t i) { compute(pieces[i], after(i)); });
     const int64_t merges = merged.size() * a.num_heads;
     for_ranges(merges, 16, merges > 16 ? a.num_threads : 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) merge(merged[i / a.num_heads], i % a.num_heads);
@@ -78,31 +82,37 @@ class Call {
 
   T* out(int64_t row, int64_t head) const { return (T*)a.out + (row * a.num_heads + head) * RANK; }
 
-  void compute(const Piece& piece) {
-    if (piece.num_heads <= LANES) return compute<1>(piece);
-    if (piece.num_heads <= 2 * LANES) return compute<2>(piece);
-    if (piece.num_heads <= 4 * LANES) return compute<4>(piece);
+  void compute(const Piece& piece, const Piece* next) {
+    if (piece.num_heads <= LANES) return compute<1>(piece, next);
+    if (piece.num_heads <= 2 * LANES) return compute<2>(piece, next);
+    if (piece.num_heads <= 4 * LANES) return compute<4>(piece, next);
     for (int first = 0; first < piece.num_heads; first += 4 * LANES) {  // narrow registers
       Piece part = piece;
       part.first_head += first;
       part.num_heads = std::min(4 * LANES, piece.num_heads - first);
       if (part.partial >= 0) part.partial += first;
-      compute<4>(part);
+      compute<4>(part, first + part.num_heads < piece.num_heads ? &piece : next);
     }
   }
 
+  // Where the vector of a position of a row's request lies.
+  const T* vector(int32_t row, int t) const {
+    const int32_t* table = a.block_tables + a.requests[row] * a.table_stride;
+    return (const T*)a.cache + ((int64_t)table[t / a.block_size] * a.block_size + t % a.block_size) * WIDTH;
+  }
+
   template <int V>
-  void compute(const Piece& piece) {
-    const int32_t* table = a.block_tables + a.requests[piece.row] * a.table_stride;
-    const auto at = [&](int t) {
-      return (const T*)a.cache + ((int64_t)table[t / a.block_size] * a.block_size + t % a.block_size) * WIDTH;
-    };
+  void compute(const Piece& piece, const Piece* next) {
     const T* query = (const T*)a.query + ((int64_t)piece.row * a.num_heads + piece.first_head) * WIDTH;
     // Up to 1 MB: more than a thread's stack should carry.
     static thread_local std::vector<char> memory(sizeof(LatentHeads<T, V>) + 64);
     void* place = (void*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     auto& heads = *new (place) LatentHeads<T, V>(query, piece.num_heads, a.scale);
-    heads.run(piece.begin, piece.end, at);
+    const auto later = [&](int run) {
+      const int t = next ? next->begin + run * RUN : 0;
+      return next && t < next->end ? vector(next->row, t) : nullptr;
+    };
+    heads.run(piece.begin, piece.end, [&](int t) { return vector(piece.row, t); }, later);
     for (int h = 0; h < piece.num_heads; ++h) {
       const float largest = heads.largest_of(h), weights = heads.weight_of_head(h);
       float* partial = piece.partial < 0 ? nullptr : partials.data() + (piece.partial + h) * PARTIAL;

@@ -65,7 +65,8 @@ class LatentHeads {
   static constexpr int HEADS = V * LANES;
 
   // `query` [num_heads, WIDTH].
-  LatentHeads(const T* query, int num_heads_, float scale_) : num_heads(num_heads_), scale(scale_) {
+  LatentHeads(const T* query, int num_heads_, float scale_)
+      : num_heads(num_heads_), scale(scale_), scored((RUN_BYTES - mixed(num_heads_)) / RUN) {
     for (int i = 0; i < V; ++i) top[i] = splat(LOWEST), weights[i] = Vec{};
     std::fill_n(output[0][0], sizeof output / sizeof(float), 0.f);
     std::fill_n(queries[0], sizeof queries / sizeof(Word), Word{});
@@ -73,25 +74,24 @@ class LatentHeads {
       for (int k = 0; k < DEEP; ++k) queries[k][h] = word(query + h * WIDTH + k * Unit::DEPTH);
   }
 
-  // `row(t)` returns where the vector of position t lies; those of RUN positions lie side by side.
-  template <class F>
-  void run(int begin, int end, F&& row) {
+  // `row(t)` returns where the vector of position t lies; those of RUN positions lie side by side. `next(run)` returns
+  // where those of a run lie that are read after the last ones, or null.
+  template <class F, class N>
+  void run(int begin, int end, F&& row, N&& next) {
     for (int start = begin; start < end; start += CHUNK) {
-      const int count = std::min(CHUNK, end - start);
+      const int count = std::min(CHUNK, end - start), later = start + CHUNK;
       gather(start, count, row);
-      for (int t = 0; t < count; t += AT_ONCE) {
-        const T* ahead = start + CHUNK + t < end ? row(start + CHUNK + t) : (const T*)keys[t];
-        score(scores + t, queries, keys[t], (const char*)ahead);
+      for (int r = 0; r < CHUNK / RUN; ++r) {
+        const T* from = later >= end ? next(r) : later + r * RUN < end ? row(later + r * RUN) : nullptr;
+        ahead[r] = (const char*)(from ? from : (const T*)keys[0]);
       }
+      for (int t = 0; t < count; t += AT_ONCE)
+        score(scores + t, queries, keys[t], ahead[t / RUN] + t % RUN * scored, (scored * AT_ONCE + DEEP - 1) / DEEP);
       weigh(count);
-      const int depth = (count + Unit::DEPTH - 1) / Unit::DEPTH;
-      for (int d = 0; d < RANK / TILE; ++d)
-        for (int h = 0; h < num_heads; h += HEADS_AT_ONCE)
-          mix(&output[d][h], depth, shares[0] + h, values_of(d), VALUE_STEP, factors + h);
+      mix_all(count);
     }
   }
 
-  // Calls store(head, tile, its output) for each tile of each head.
   float largest_of(int h) const { return top[h / LANES][h % LANES]; }
   float weight_of_head(int h) const { return weights[h / LANES][h % LANES]; }
   const float* output_of(int h, int tile) const { return output[tile][h]; }
@@ -101,19 +101,30 @@ class LatentHeads {
   static constexpr bool WIDENS = std::is_same<T, BF16>::value && Unit::DEPTH == 1;
   static constexpr bool IS_PAIRED = Unit::DEPTH == 2;
   static constexpr int VALUE_STEP = IS_PAIRED ? TILE : WIDTH;  // words between the values of one position and the next
+  static constexpr int64_t LINE = 64, RUN_BYTES = RUN * WIDTH * sizeof(T);
   const int num_heads;
   const float scale;
+  // Vectors are fetched while those before them are computed, all the time: at once they would be more than can wait for
+  // memory, and only beside the scores memory would rest for half of the time. Of each vector, so many bytes are fetched
+  // beside the scores and the others beside the outputs, which fetch at most a line with each word.
+  const int64_t scored;
+  const char* ahead[CHUNK / RUN];
   Vec top[V], weights[V];
   const Word* keys[CHUNK];
   alignas(64) Word queries[DEEP][HEADS];
   alignas(64) float scores[CHUNK + AT_ONCE][HEADS];
   alignas(64) Word shares[CHUNK / Unit::DEPTH][HEADS];
   alignas(64) float factors[HEADS];
-  // Pairs of positions, by tile: rows of a whole vector's length would fall into the same few sets of the first-level
-  // cache. Floats are read where they lie, or where they were widened.
-  alignas(64) Word values[IS_PAIRED ? RANK / TILE : 1][IS_PAIRED ? CHUNK / 2 : 1][TILE];
+  // Pairs of positions of one tile. Floats are read where they lie, or where they were widened.
+  alignas(64) Word values[IS_PAIRED ? CHUNK / 2 : 1][IS_PAIRED ? TILE : 1];
   alignas(64) Word rows[IS_PAIRED ? 1 : CHUNK][WIDTH] = {};
   alignas(64) float output[RANK / TILE][HEADS][TILE];
+
+  // How many bytes of a run are fetched beside the outputs.
+  static int64_t mixed(int num_heads) {
+    const int64_t calls = RANK / TILE * ((num_heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE);
+    return std::min(RUN_BYTES / 2, calls * (CHUNK / Unit::DEPTH) * LINE / (CHUNK / RUN)) / (RUN * LINE) * (RUN * LINE);
+  }
 
   static Word word(const T* p) {
     if constexpr (WIDENS) return as_float((int32_t)((uint32_t)p->bits << 16));
@@ -123,7 +134,7 @@ class LatentHeads {
   }
 
   const Word* values_of(int tile) const {
-    if constexpr (IS_PAIRED) return values[tile][0];
+    if constexpr (IS_PAIRED) return values[0];
     return rows[0] + tile * TILE;
   }
 
@@ -139,16 +150,18 @@ class LatentHeads {
         keys[t] = rows[t];
       }
     }
-    if constexpr (IS_PAIRED) pair(count);
   }
 
-  void pair(int count) {
+  // The values of a tile in pairs of positions. They stay in the first-level cache while all heads read them; those of
+  // all tiles would not.
+  void pair(int tile, int count) {
 #ifdef HAS_BF16_PAIRS
     for (int t = 0; t < count; t += 2)
-      for (int d = 0; d < RANK; d += 2 * LANES) {
-        const __m512i even = _mm512_loadu_si512(keys[t] + d / 2);
-        const __m512i odd = t + 1 < count ? _mm512_loadu_si512(keys[t + 1] + d / 2) : _mm512_setzero_si512();
-        uint32_t* to = (uint32_t*)values[d / TILE][t / 2] + d % TILE;
+      for (int d = 0; d < TILE; d += 2 * LANES) {
+        const int at = (tile * TILE + d) / 2;
+        const __m512i even = _mm512_loadu_si512(keys[t] + at);
+        const __m512i odd = t + 1 < count ? _mm512_loadu_si512(keys[t + 1] + at) : _mm512_setzero_si512();
+        uint32_t* to = (uint32_t*)values[t / 2] + d;
         _mm512_store_si512(to, interleave(even, odd, 0));
         _mm512_store_si512(to + LANES, interleave(even, odd, 1));
       }
@@ -157,13 +170,12 @@ class LatentHeads {
 
   // The scores of AT_ONCE positions, whose vectors lie side by side: what lies behind the last one is computed and not
   // read. GCC keeps the sums in registers only in a function of its own.
-  // Meanwhile as many vectors from `ahead` on are fetched: all at once they would be more than can wait for memory.
+  // Meanwhile every `step` bytes from `ahead` on are fetched.
   __attribute__((noinline)) static void score(float (*to)[HEADS], const Word (*left)[HEADS], const Word* key,
-                                              const char* ahead) {
-    constexpr int STEP = AT_ONCE * WIDTH * sizeof(T) / DEEP;
+                                              const char* ahead, int64_t step) {
     Vec sum[AT_ONCE][V] = {};
-    for (int k = 0; k < DEEP; ++k, ++key) {
-      __builtin_prefetch(ahead + k * STEP, 0, 2);
+    for (int k = 0; k < DEEP; ++k, ++key, ahead += step) {
+      __builtin_prefetch(ahead, 0, 2);
       Words words[V];
 #pragma GCC unroll 4
       for (int i = 0; i < V; ++i) memcpy(&words[i], &left[k][i * LANES], sizeof words[i]);
@@ -209,14 +221,31 @@ class LatentHeads {
 #endif
   }
 
-  // Scales the outputs of a few heads by their factors and adds `depth` words of values by their shares.
+  void mix_all(int count) {
+    const int groups = (num_heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, depth = (count + Unit::DEPTH - 1) / Unit::DEPTH;
+    constexpr int WORDS = CHUNK / Unit::DEPTH;
+    const int64_t left = RUN_BYTES - RUN * scored, each = left * (CHUNK / RUN) / (RANK / TILE * groups);
+    for (int d = 0; d < RANK / TILE; ++d) {
+      if constexpr (IS_PAIRED) pair(d, count);
+      for (int g = 0; g < groups; ++g) {
+        const int h = g * HEADS_AT_ONCE;
+        const int64_t place = (d * groups + g) * each;
+        const char* from = left ? ahead[place / left] + RUN * scored + place % left : ahead[0];
+        mix(&output[d][h], depth, shares[0] + h, values_of(d), factors + h, from, (each + WORDS - 1) / WORDS);
+      }
+    }
+  }
+
+  // Scales the outputs of a few heads by their factors and adds `depth` words of values by their shares. Meanwhile every
+  // `step` bytes from `ahead` on are fetched.
   __attribute__((noinline)) static void mix(float (*to)[TILE], int depth, const Word* share, const Word* value,
-                                            int64_t step, const float* factor) {
+                                            const float* factor, const char* ahead, int64_t step) {
     constexpr int H = HEADS_AT_ONCE, W = TILE / LANES;
     Vec sum[H][W];
     for (int h = 0; h < H; ++h)
       for (int e = 0; e < W; ++e) sum[h][e] = load(&to[h][e * LANES]) * factor[h];
-    for (int k = 0; k < depth; ++k, value += step, share += HEADS) {
+    for (int k = 0; k < depth; ++k, value += VALUE_STEP, share += HEADS, ahead += step) {
+      __builtin_prefetch(ahead, 0, 2);
       Words words[W];
 #pragma GCC unroll 4
       for (int e = 0; e < W; ++e) memcpy(&words[e], value + e * LANES, sizeof words[e]);

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ TRANSPORTS = ("shm", "socket")
 """Ways to read KV blocks; what a reader opened to an owner that was killed differs."""
 KILLED = ("engine-0", "engine-1", "tokenizer-0", "output_processor-0", "coordinator-0", "gateway-0")
 """The first engine prefills, the second one decodes."""
+TOGETHER = (("engine-1", "tokenizer-0", "output_processor-0"), ("engine-0", "coordinator-0", "gateway-0"))
+"""Parts that are lost at the same moment, as those of one host."""
+HELPERS = ("render_worker", "compiler_process")
+"""The modules of processes that parts start when they need them."""
+WORK_ROUNDS = 4
+"""So often every kind of part works before the ledger is read, so that each has the processes that it needs."""
+STOPPED_SECONDS = 3.5
+"""Longer than peers wait for a sign of life."""
 LINE = {
     "custom_id": "1",
     "method": "POST",
@@ -123,8 +132,10 @@ class Faults:
         self._ledger = ledger
         self._choose = choose
         self.kinds: dict[str, Callable[[], None]] = {
-            **{f"kill {name}": lambda name=name: self._kill(name) for name in KILLED},  # type: ignore[misc]
+            **{_kill_of(names): partial(self._kill, *names) for names in (*((name,) for name in KILLED), *TOGETHER)},
             "kill the core of engine-1": self._kill_core,
+            **{_kill_of((helper,)): partial(self._kill_helpers, helper) for helper in HELPERS},
+            "stop " + ", ".join(TOGETHER[0]): partial(self._stop, *TOGETHER[0]),
             "a client leaves a stream": self._leave_stream,
             "a client leaves before an answer": self._leave_early,
             "an upload is cut": self._cut_upload,
@@ -137,7 +148,10 @@ class Faults:
         with self._client() as http:
             for _ in range(3):
                 _until(lambda: http.post("/v1/completions", json=self._body()).status_code == 200, SERVES_WITHIN)
-            body = {"model": "tokenloom-demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+            messages = [{"role": "user", "content": "hello"}]
+            schema = {"type": "object", "title": f"of {self._choose.random()}"}  # which no engine has compiled before
+            body = {"model": "tokenloom-demo", "messages": messages, "max_tokens": 4}
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
             _until(lambda: http.post("/v1/chat/completions", json=body).status_code == 200, SERVES_WITHIN)
 
     def _client(self) -> httpx.Client:
@@ -147,10 +161,32 @@ class Faults:
         prompt = self._choose.choices(range(3, 300), k=200)
         return {"model": "tokenloom-demo", "prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
 
-    def _kill(self, name: str) -> None:
-        pid = self._ledger.parts()[name]
-        os.kill(pid, signal.SIGKILL)
-        self._await_successor(name, pid)
+    def _kill(self, *names: str) -> None:
+        parts = self._ledger.parts()
+        for name in names:
+            os.kill(parts[name], signal.SIGKILL)
+        for name in names:
+            self._await_successor(name, parts[name])
+
+    def _kill_helpers(self, module: str) -> None:
+        """Kill those of all parts, idle or not; the work before has needed some."""
+        parts = map(psutil.Process, self._ledger.parts().values())
+        helpers = [each for part in parts for each in part.children(recursive=True) if module == _module_of(each)]
+        assert helpers, f"no process runs {module}"
+        for helper in helpers:
+            helper.kill()
+
+    def _stop(self, *names: str) -> None:
+        pids = [self._ledger.parts()[name] for name in names]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(STOPPED_SECONDS)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        with self._client() as http:
+            _until(lambda: _is_healthy(http), SERVES_WITHIN)
 
     def _await_successor(self, name: str, pid: int) -> None:
         _until(lambda: self._ledger.parts().get(name, pid) != pid, SERVES_WITHIN)
@@ -210,6 +246,18 @@ class Faults:
         return socket.create_connection((host, int(port)))
 
 
+def _kill_of(names: Sequence[str]) -> str:
+    return "kill " + ", ".join(names)
+
+
+def _is_replaced(name: str, kind: str) -> bool:
+    """Return whether an entry is of what a kind of fault replaces by new processes."""
+    if not kind.startswith("kill "):
+        return False
+    killed = kind.removeprefix("kill the core of ").removeprefix("kill ").split(", ")
+    return name.partition(" ")[0] in killed or any(f" {module} " in name for module in killed)
+
+
 def _is_healthy(http: httpx.Client) -> bool:
     try:
         return http.get("/health").status_code == 200
@@ -253,16 +301,14 @@ def settled(ledger: Ledger) -> Entry:
     return entry
 
 
-def compare(ledger: Ledger, before: Entry, replaced: str) -> dict[str, tuple[int, int]]:
-    """Return what differs from before when that has had its time to end. ``replaced``: the part that was killed."""
+def compare(ledger: Ledger, before: Entry, kind: str) -> dict[str, tuple[int, int]]:
+    """Return what differs from before when that has had its time to end, but for what a kind of fault replaces."""
 
     def differing() -> dict[str, tuple[int, int]]:
         changes = difference(before, ledger.read()).items()
         # The descriptions of batches that have ended stay: a gateway lists them for its clients.
         return {
-            name: change
-            for name, change in changes
-            if not name.endswith("in batches") and name.partition(" ")[0] != replaced
+            name: change for name, change in changes if not (name.endswith("in batches") or _is_replaced(name, kind))
         }
 
     end = time.monotonic() + SETTLES_WITHIN
@@ -307,11 +353,15 @@ def _try(kind: str, faults: Faults, ledger: Ledger, num_faults: int, transport: 
 
 
 def _repeat(kind: str, faults: Faults, ledger: Ledger, num_faults: int, transport: str) -> bool:
+    for _ in range(WORK_ROUNDS):
+        faults.work()
     before, began = settled(ledger), time.monotonic()
     for _ in range(num_faults):
         faults.kinds[kind]()
         faults.work()
-    found = compare(ledger, before, replaced=kind.rpartition(" ")[2] if kind.startswith("kill") else "")
+    for _ in range(WORK_ROUNDS):
+        faults.work()
+    found = compare(ledger, before, kind)
     shown = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in found.items()) or "difference 0"
     print(f"{transport}: {num_faults} times {kind}, {time.monotonic() - began:.0f} s: {shown}", flush=True)
     return not found

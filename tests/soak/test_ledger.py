@@ -15,3 +15,13 @@ def test_a_mesh_holds_what_it_held_before_faults() -> None:
 def test_what_changed_is_named() -> None:
     before, after = {"a threads": 1, "b threads": 2}, {"a threads": 1, "b threads": 3, "c threads": 4}
     assert ledger.difference(before, after) == {"b threads": (2, 3), "c threads": (0, 4)}
+
+
+def test_only_what_was_killed_is_left_out() -> None:
+    together = "kill engine-1, tokenizer-0, output_processor-0"
+    assert ledger._is_replaced("tokenizer-0 threads", together)
+    assert ledger._is_replaced("engine-1 core_main threads", "kill the core of engine-1")
+    assert ledger._is_replaced("tokenizer-1 render_worker threads", "kill render_worker")
+    assert not ledger._is_replaced("tokenizer-1 threads", together)
+    assert not ledger._is_replaced("tokenizer-1 threads", "kill render_worker")
+    assert not ledger._is_replaced("engine-1 threads", "stop engine-1, tokenizer-0")

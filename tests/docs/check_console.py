@@ -7,6 +7,7 @@ traceback, or where the page shows an object of JSON with other keys. What canno
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,8 +70,10 @@ class Reader:
         self._servers: list[subprocess.Popen[str]] = []
         path = os.pathsep.join((str(clone / ".venv" / "bin"), str(home / "tokenloom" / "bin"), os.environ["PATH"]))
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENLOOM_", "PYTHON"))}
-        self._environment = {**kept, "HOME": str(home), "PATH": path, "XDG_RUNTIME_DIR": str(home), "NO_COLOR": "1"}
-        self._environment |= {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
+        sockets = home / "run"  # not the home itself, in which the quick start makes a folder `tokenloom`
+        sockets.mkdir(mode=0o700)
+        self._environment = {**kept, "HOME": str(home), "PATH": path, "XDG_RUNTIME_DIR": str(sockets)}
+        self._environment |= {"COLUMNS": "80", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
 
     def type(self, typed: Typed) -> None:
         """Run one command. Raises `Failed`."""
@@ -97,7 +99,8 @@ class Reader:
         """Stop what still serves, as Ctrl-C does."""
         while self._servers:
             server = self._servers.pop()
-            os.killpg(server.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which is what failed
+                os.killpg(server.pid, signal.SIGINT)
             server.wait(60)
 
     def _run(self, text: str, given: str) -> tuple[int, str]:
@@ -163,7 +166,7 @@ def reason_against(typed: Typed, *, quick: bool) -> str | None:
     return next((reason for pattern, reason in NOT_TYPED.items() if re.search(pattern, typed.text)), None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def cloned(*, quick: bool) -> Iterator[tuple[Path, Path]]:
     """Yield a fresh clone of the last commit, and a home without any settings."""
     folder = Path(tempfile.mkdtemp(prefix="tl-docs-"))
@@ -185,7 +188,7 @@ def cloned(*, quick: bool) -> Iterator[tuple[Path, Path]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def own_network() -> Iterator[tuple[str, ...]]:
     """Yield what runs a command in a network of its own, where every port of the pages is free; nothing if this
     machine does not allow it."""

@@ -77,6 +77,15 @@ def test_no_text_of_ten_thousand_differs_with_the_demo_model() -> None:
     assert kinds(TOKENIZER, 10_000) == ["line", "word"]
 
 
+@given(text=st.text(st.sampled_from("ab \n_é"), max_size=300), start=st.integers(0, 40), chars=st.integers(1, 9))
+def test_a_text_that_is_searched_by_parts_is_cut_at_the_same_places(text: str, start: int, chars: int) -> None:
+    cuts = SafeCuts(CUT_KINDS, b"", b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_texts, "SEARCHED_CHARS", chars)
+        match = cuts._find(text, start)
+        assert cuts._next_cut(text, start) == (None if match is None else match.end())
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

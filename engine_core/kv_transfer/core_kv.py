@@ -50,18 +50,12 @@ class MultiConnector:
         most, waits = 0, False
         self._loader.pop(request.request_id, None)
         for index, connector in enumerate(self._connectors):
-            # A later one is asked what it has behind the offer before, and only if it has something for all of it: a
-            # file that has the system prompt alone must not keep a store from loading the whole past.
-            for offered in dict.fromkeys((most, 0)):
-                found, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens + offered)
-                # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
-                if found is None:
-                    return None, beside
-                if not found:
-                    break
-            else:
-                if found > most:
-                    most, waits, self._loader[request.request_id] = found, beside, index
+            found, beside = _offer(connector, request, num_computed_tokens, most)
+            # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
+            if found is None:
+                return None, beside
+            if found > most:
+                most, waits, self._loader[request.request_id] = found, beside, index
             if most and request.is_decode_leg:
                 break  # which pulls what its prefill has left for it
         return most, waits
@@ -184,6 +178,16 @@ class MultiConnector:
         else:
             self._holders.pop(request_id, None)
         return not left
+
+
+def _offer(connector: KVConnector, request: RequestKV, num_computed_tokens: int, most: int) -> tuple[int | None, bool]:
+    """Return what a connector offers to load, as it says it; 0 if it has nothing behind the ``most`` tokens that
+    another one offers, which is asked first: a search for all of a long prompt takes long."""
+    # A file that has the system prompt alone must not keep a store from loading the whole past.
+    found, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens + most)
+    if found and most:
+        return connector.get_num_new_matched_tokens(request, num_computed_tokens)
+    return found, beside
 
 
 class CoreKV(NamedTuple):

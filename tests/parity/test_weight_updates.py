@@ -58,12 +58,13 @@ async def running(
     num_tokens: int = NUM_TOKENS,
     *,
     is_split: bool = False,
+    lease_seconds: float = 60.0,
     gateway: dict[str, Any] = KEYS,
     **parts: Any,
 ) -> AsyncIterator[tuple[Mesh, str, Expected]]:
     """A mesh, other weights, and what both versions answer. ``is_split``: one engine prefills, the other decodes."""
     engine = {"worker": "model", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 1024}
-    engine["staged_weights_dir"] = str(tmp_path / "staged")
+    engine |= {"staged_weights_dir": str(tmp_path / "staged"), "kv_lease_seconds": lease_seconds}
 
     def options(index: int) -> dict[str, Any]:
         return engine | ({"role": ("prefill", "decode")[index], "kv_transports": ("shm",)} if is_split else {})
@@ -135,8 +136,12 @@ async def test_the_halves_of_a_peers_request_have_the_same_weights(
         f"operator_tls_{name}": certificates / f"operator.{end}" for name, end in (("cert", "crt"), ("key", "key"))
     }
     gateway = KEYS | operator | {"internal_listen": "127.0.0.1:0"}
-    parts = running(socket_dir, tmp_path, 9, is_split=True, engines=2, gateway=gateway, certificates=certificates)
-    async with parts as (mesh, path, expected), mesh.http() as http, peer_of(certificates, mesh) as peer:
+    options = {"gateway": gateway, "certificates": certificates, "lease_seconds": 2.0}
+    async with (
+        running(socket_dir, tmp_path, 9, is_split=True, engines=2, **options) as (mesh, path, expected),
+        mesh.http() as http,
+        peer_of(certificates, mesh) as peer,
+    ):
         hold = {"sampling_params": {"max_tokens": 1, "ignore_eos": True, "temperature": 0}}
         read = {"sampling_params": {"max_tokens": 9, "ignore_eos": True, "temperature": 0}}
         for each, then in ((DEMO_MODEL, DEMO_MODEL), (DEMO_MODEL, path), (path, path)):
@@ -145,7 +150,7 @@ async def test_the_halves_of_a_peers_request_have_the_same_weights(
             first = (await peer.post("/inference/v1/generate", json=body)).json()
             assert first["kv_transfer_params"]["remote_weights"][:16] == version_of(each)
             if then != each:
-                await load(http, then)
+                await load(http, then)  # when the lease has ended
             body = {"token_ids": PROMPTS[2], **read, "kv_transfer_params": first["kv_transfer_params"]}
             second = await peer.post("/inference/v1/generate", json=body)
             if then != each:

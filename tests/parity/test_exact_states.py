@@ -14,21 +14,11 @@ import torch
 
 from tests.parity.engine import Engine
 from tests.parity.state_checkpoints import SERVED, write_model
-from tests.parity.test_states import draw, make_drafting, make_engine, propose_from
+from tests.parity.test_states import BUILT_IN, draw, make_drafting, make_engine, propose_from
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 EXACT = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
-BUILT_IN = [
-    "qwen3_next",
-    "qwen3_5_text",
-    "granitemoehybrid",
-    "lfm2",
-    "mamba2",
-    "nemotron_h",
-    "falcon_h1",
-    "kimi_linear",
-]
 _TALKS, _TURNS, _TOKENS = 12, 3, 16
 _CROWD = 3
 _LARGEST_STATE = 40_000
@@ -114,12 +104,19 @@ def test_a_cache_changes_no_bit_of_built_in_layers(kind: str, num_threads: int, 
     assert sum(one == other for one, other in pairs) == len(pairs)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "lfm2"])
-def test_drafts_change_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "impl"), [(kind, "transformers") for kind in EXACT] + [(kind, "native") for kind in BUILT_IN]
+)
+def test_drafts_change_no_bit(
+    kind: str, impl: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The crowd decodes beside them without drafts."""
     path, whole = write_model(kind, tmp_path, torch.bfloat16), list[list[int]]()
-    cold = make_engine(path, prefix_caching=False, max_num_seqs=_TALKS, **_SETTINGS)
+    settings = {**_SETTINGS, "num_threads": num_threads, "model_impl": impl}
+    cold = make_engine(path, prefix_caching=False, max_num_seqs=_TALKS, **settings)
     propose_from(whole, monkeypatch)
-    warm = make_drafting(path, **_SETTINGS, **_WARM)
+    warm = make_drafting(path, **settings, **_WARM)
     pairs = conversations(cold, warm, whole)
     assert sum(one == other for one, other in pairs) == len(pairs)
     assert warm.stats.spec_decoding is not None

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -42,19 +42,38 @@ class Reference:
         return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module", params=SERVED)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+BUILT_IN = [
+    "qwen3_next",
+    "qwen3_5_text",
+    "granitemoehybrid",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "falcon_h1",
+    "kimi_linear",
+]
 
 
-@pytest.fixture(scope="module")
-def reference(kind: str) -> Reference:
-    return Reference(kind)
+class Served(NamedTuple):
+    """A model, and what computes it."""
+
+    kind: str
+    impl: Literal["transformers", "native"]
+    path: Path
+    reference: Reference
+
+    def engine(self, **settings: Any) -> Engine:
+        return make_engine(self.path, **{"model_impl": self.impl, **settings})
 
 
-@pytest.fixture(scope="module")
-def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(kind, tmp_path_factory.mktemp(kind))
+@pytest.fixture(
+    scope="module",
+    params=[(kind, "transformers") for kind in SERVED] + [(kind, "native") for kind in BUILT_IN],
+    ids="-".join,
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    kind, impl = request.param
+    return Served(kind, impl, write_model(kind, tmp_path_factory.mktemp(kind)), Reference(kind))
 
 
 def make_engine(path: Path, **settings: Any) -> Engine:
@@ -69,10 +88,10 @@ def free_slots(engine: Engine) -> tuple[int, int]:
     return states.pool.num_free, states.pool.num_blocks
 
 
-def test_batches_chunks_and_hits(path: Path, reference: Reference) -> None:
-    engine = make_engine(path, budget=68, max_num_seqs=4)
+def test_batches_chunks_and_hits(served: Served) -> None:
+    engine = served.engine(budget=68, max_num_seqs=4)
     prompts = [draw(length, seed) for seed, length in enumerate(_LENGTHS)]
-    expected = reference.answers(prompts, 12)
+    expected = served.reference.answers(prompts, 12)
     assert engine.generate(prompts, [12] * 8) == expected
     before = engine.stats.prefix_cache_hits
     assert engine.generate(prompts, [12] * 8) == expected
@@ -81,24 +100,33 @@ def test_batches_chunks_and_hits(path: Path, reference: Reference) -> None:
     assert free == total
 
 
-def test_turns_and_forks(path: Path, reference: Reference) -> None:
-    engine = make_engine(path, budget=160, max_num_seqs=8)
+def test_turns_and_forks(served: Served) -> None:
+    engine = served.engine(budget=160, max_num_seqs=8)
     turn = draw(70, seed=20)
     for index in range(3):
         [answer] = engine.generate([turn], [10])
-        assert [answer] == reference.answers([turn], 10)
+        assert [answer] == served.reference.answers([turn], 10)
         turn = turn + answer + draw(23, seed=21 + index)
     shared = draw(192, seed=30)
     forks = [shared + draw(9 + index, seed=31 + index) for index in range(5)] + [shared] * 3
-    assert engine.generate(forks, [10] * 8) == reference.answers(forks, 10)
-    assert engine.generate(forks, [10] * 8) == reference.answers(forks, 10)
+    assert engine.generate(forks, [10] * 8) == served.reference.answers(forks, 10)
+    assert engine.generate(forks, [10] * 8) == served.reference.answers(forks, 10)
 
 
-def test_preemption(path: Path, reference: Reference) -> None:
-    engine = make_engine(path, budget=128, max_num_seqs=6, num_blocks=34, max_model_len=256)
+def test_preemption(served: Served) -> None:
+    engine = served.engine(budget=128, max_num_seqs=6, num_blocks=34, max_model_len=256)
     prompts = [draw(length, seed=40 + length) for length in (100, 110, 120, 90, 80, 70)]
-    assert engine.generate(prompts, [40] * 6) == reference.answers(prompts, 40)
+    assert engine.generate(prompts, [40] * 6) == served.reference.answers(prompts, 40)
     assert engine.stats.num_preemptions > 0
+
+
+def test_another_engine_continues(served: Served) -> None:
+    """As after the end of the first one: it has their tokens, and nothing else."""
+    prompts = [draw(length, seed=50 + length) for length in (130, 7, 66)]
+    expected = served.reference.answers(prompts, 20)
+    begun = served.engine(budget=160).generate(prompts, [9, 1, 17])
+    assert begun == [answer[:count] for answer, count in zip(expected, (9, 1, 17), strict=True)]
+    assert served.engine(budget=68, max_num_seqs=2).generate(prompts, [20] * 3, begun) == expected
 
 
 def propose_from(whole: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,15 +156,15 @@ def make_drafting(path: Path, method: Literal["ngram", "mtp"] = "ngram", **setti
     return engine
 
 
-def test_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_drafts(path, reference, monkeypatch, "transformers")
-
-
-@pytest.mark.parametrize(
-    "kind", ["qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1", "kimi_linear"]
-)
-def test_drafts_of_built_in_layers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_drafts(write_model(kind, tmp_path), Reference(kind), monkeypatch, "native")
+def test_drafts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [draw(length, seed=60 + length) for length in (66, 9, 130)]
+    expected = served.reference.answers(prompts, 30)
+    propose_from([prompt + answer for prompt, answer in zip(prompts, expected, strict=True)], monkeypatch)
+    engine = make_drafting(served.path, budget=160, max_num_seqs=4, model_impl=served.impl)
+    assert engine.generate(prompts, [30] * 3) == expected
+    counts = engine.stats.spec_decoding
+    assert counts is not None
+    assert 10 < counts.num_accepted_tokens < counts.num_draft_tokens
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -177,14 +205,3 @@ def test_a_model_that_keeps_a_state_does_not_draft(tmp_path: Path) -> None:
     path = write_model("lfm2", tmp_path)
     with pytest.raises(ValueError, match=r"speculative_config\.model: layers of .* keep a state between tokens"):
         make_engine(path, model_impl="native", speculative=SpeculativeConfig("draft_model", 3, str(path)))
-
-
-def check_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, model_impl: str) -> None:
-    prompts = [draw(length, seed=60 + length) for length in (66, 9, 130)]
-    expected = reference.answers(prompts, 30)
-    propose_from([prompt + answer for prompt, answer in zip(prompts, expected, strict=True)], monkeypatch)
-    engine = make_drafting(path, budget=160, max_num_seqs=4, model_impl=model_impl)
-    assert engine.generate(prompts, [30] * 3) == expected
-    counts = engine.stats.spec_decoding
-    assert counts is not None
-    assert 10 < counts.num_accepted_tokens < counts.num_draft_tokens

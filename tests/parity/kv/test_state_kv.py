@@ -105,17 +105,16 @@ def test_states_come_back_from_the_offload_file(path: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "mamba2"], indirect=True)
 def test_engines_share_states_through_a_folder(path: str, kind: str, wanted: list[list[int]], tmp_path: Path) -> None:
-    prompts, engines = [draw(length, length) for length in LENGTHS], list[Engine]()
+    prompts = [draw(length, length) for length in LENGTHS]
     for turn in range(2):
-        engines.append(engine := Engine([], model=path, **tier("folder", tmp_path)))
+        engine = Engine([], model=path, **tier("folder", tmp_path))
         for index, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True)):
             engine.add(f"{turn}.{index}", prompt, PARAMS)
             outputs = engine.run(f"{turn}.{index}")
             assert [token for output in outputs for token in output.new_token_ids] == tokens
         settle(engine.core._connector)
+        stats, pool = engine.core.scheduler.stats(), engine.core.executor.kv_pool()
         engine.core.shutdown()
-    stats = engines[1].core.scheduler.stats()
-    pool = engines[1].core.executor.kv_pool()
     of_states = stats.kv_bytes_received["folder"] - stats.kv_blocks_received * pool.block_bytes
     assert of_states >= 2 * pool.slot_bytes
     assert not stats.kv_recomputes

@@ -18,7 +18,17 @@ from tests.parity.identical import assert_identical
 from tests.parity.reference import compute_case, small_prompts
 from tests.parity.test_text_of_vision import QUANTIZED
 from tests.parity.vision_checkpoints import load_vision, write_vision
-from tests.soak.models.releases import BY_CLASS, OF_VISION, RELEASES, ask, try_release, try_vision
+from tests.soak.models.releases import (
+    BY_CLASS,
+    IN_FP8,
+    OF_VISION,
+    RELEASES,
+    TRANSCRIBES,
+    ask,
+    try_release,
+    try_transcripts,
+    try_vision,
+)
 
 BUILT_IN = (
     "Qwen/Qwen3-1.7B",
@@ -46,15 +56,13 @@ BY_MODULES = (
     "google/gemma-4-26B-A4B-it",
     "microsoft/Phi-4-multimodal-instruct",
 )
-BY_CLASS_ALONE = ("openai/whisper-large-v3",)
-"""``tests/parity/test_transcripts.py`` has the tokens of a small one."""
 REFUSED = {
     "google/diffusiongemma-26B-A4B-it": "is a diffusion model",
 }
 
 
 def test_the_list_is_whole() -> None:
-    assert len({*BUILT_IN, *BY_MODULES, *BY_CLASS_ALONE, *REFUSED}) == 24
+    assert len({*BUILT_IN, *BY_MODULES, *TRANSCRIBES, *REFUSED}) == 24
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, *BY_MODULES])
@@ -65,9 +73,16 @@ def test_a_release_is_served_with_the_tokens_of_its_class(name: str, tmp_path: P
     assert name in RELEASES or "--language-model-only" in row.reason
 
 
-@pytest.mark.parametrize("name", BY_CLASS_ALONE)
-def test_a_release_is_known_by_its_class(name: str, tmp_path: Path) -> None:
-    assert ask(name, tmp_path).by == "built in"
+@pytest.mark.parametrize("name", IN_FP8)
+def test_a_release_in_fp8_is_served_as_published(name: str, tmp_path: Path) -> None:
+    """Which the list of CPU users does not hold."""
+    torch.set_num_threads(1)
+    assert "FP8" in try_release(name, tmp_path).reason
+
+
+@pytest.mark.parametrize("name", TRANSCRIBES)
+def test_a_release_writes_down_speech(name: str, tmp_path: Path) -> None:
+    assert ask(name, tmp_path).by == try_transcripts().by == "built in"
 
 
 @pytest.mark.parametrize("name", REFUSED)

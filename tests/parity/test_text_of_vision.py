@@ -99,14 +99,14 @@ QUANTIZED: dict[str, tuple[str, Quantize, dict[str, Any]]] = {
     "W4A16": ("gemma3", formats.w4a16(32, symmetric=True), _W4A16 | {"ignore": _IGNORED}),
     "FP8 static": ("ministral3", formats.fp8("tensor", "scale_inv", activation_scale=torch.tensor(1.0)), _FP8_STATIC),
 }
-_TOWERS = ("visual.", "model.visual.", "vision_tower.", "multi_modal_projector.")
+TOWERS = ("visual.", "model.visual.", "vision_tower.", "multi_modal_projector.")
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_text_gives_the_tokens_of_its_weights(name: str, tmp_path: Path) -> None:
     kind, quantize, config = QUANTIZED[name]
     source = write_vision(kind, tmp_path)
-    quantized, plain = formats.write(tmp_path / "files", quantize, config, source, _TOWERS)
+    quantized, plain = formats.write(tmp_path / "files", quantize, config, source, TOWERS)
     model = load_vision(plain)
     cases = [compute_case(model, prompt) for prompt in small_prompts(503, 128)]
     assert_identical(cases, Engine(quantized, language_model_only=True).generate)

@@ -79,7 +79,7 @@ _RELEASES = """
 ## Released checkpoints
 
 No weights of these releases were here. A small random checkpoint with the entries of the published `config.json` was
-served, quantized entries left out, and gave the greedy tokens of transformers' own class.
+served and gave the greedy tokens of transformers' own class; where the table names a format, in that one.
 
 | release | served by | how it was tried, or why it is refused |
 |---|---|---|

@@ -1,8 +1,9 @@
 """``python -m tests.soak.models.preflight_fuzz``: preflight and engine agree about random checkpoints.
 
-A seed chooses a causal type of transformers with random sizes and switches, a released layout that reads images, a
-quantized format or a type of GGUF, and options of the engine. What preflight admits must load; what it refuses for its
-type must not load without it.
+A seed chooses a causal type of transformers with random sizes and switches, whole or in a quantized format, a damaged
+one, an encoder, a released layout, also of those that read images or sound, or a type of GGUF, and options of the
+engine, of which a second generator adds some that exclude parts of models. What preflight admits must load; what it
+refuses for its type must not load without it.
 """
 
 import argparse
@@ -20,17 +21,28 @@ from gguf import GGMLQuantizationType as Kind
 from msgspec.structs import replace
 from transformers import AutoConfig
 
-from tests.gpu_worker.checkpoint.gguf import files
+from tests.checkpoints.whole_sound import WRITERS, write_whole_sound
+from tests.gpu_worker.checkpoint.gguf import files, state_models
 from tests.gpu_worker.checkpoint.gguf.architectures import MODELS, make, write_model
 from tests.gpu_worker.checkpoint.quantization import formats
-from tests.gpu_worker.checkpoint.quantization.test_schemes import FORMATS
+from tests.gpu_worker.checkpoint.quantization.test_schemes import EXPERTS, FORMATS
+from tests.gpu_worker.models.gpt_oss import write_gpt_oss
 from tests.parity.reference import compute_case
+from tests.parity.state_checkpoints import make_model
+from tests.parity.test_text_of_vision import QUANTIZED, TOWERS
 from tests.parity.vision_checkpoints import CONFIGS, load_vision, write_vision
+from tests.soak.models.releases import RELEASES, write_release
 from tests.soak.models.strict_entries import encoder_class, encoder_types
 from tests.soak.models.tiny_configs import save_tiny, switches, tiny_config
 from tests.soak.models.transformers_models import KINDS, PROMPTS, quiet
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    PoolerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.gpu_worker.devices import CPUWorker, make_worker
@@ -104,6 +116,37 @@ def _quantized(random_: random.Random, directory: Path) -> Path:
     return path
 
 
+def _quantized_type(random_: random.Random, directory: Path) -> Path:
+    """Write a type of transformers in a format whose groups fit its small sizes."""
+    kind = random_.choice(list(KINDS))
+    source, model = save_tiny(kind, directory)
+    compute_case(model, PROMPTS[1], 1, use_cache=False)
+    quantize, config = EXPERTS[random_.choice(list(EXPERTS))]
+    path: Path = formats.write(directory / "files", quantize, config, source, ("lm_head",))[0]
+    return path
+
+
+def _released(random_: random.Random, directory: Path) -> Path:
+    name = random_.choice(("gpt-oss as published", *RELEASES))
+    return write_release(name, directory)[0] if name in RELEASES else write_gpt_oss(directory / "gpt-oss")
+
+
+def _of_sound(random_: random.Random, directory: Path) -> Path:
+    return write_whole_sound(random_.choice(list(WRITERS)), directory)
+
+
+def _quantized_vision(random_: random.Random, directory: Path) -> Path:
+    kind, quantize, config = QUANTIZED[random_.choice(list(QUANTIZED))]
+    path: Path = formats.write(directory / "files", quantize, config, write_vision(kind, directory), TOWERS)[0]
+    return path
+
+
+def _gguf_with_states(random_: random.Random, directory: Path) -> Path:
+    architecture = random_.choice(list(state_models.ARCHITECTURES))
+    model = make_model(state_models.ARCHITECTURES[architecture][0], **state_models.ENTRIES.get(architecture, {}))
+    return state_models.write(directory / "demo.gguf", architecture, model, random_.choice((Kind.F32, Kind.Q8_0)))
+
+
 def _of_vision(random_: random.Random, directory: Path) -> Path:
     kind = random_.choice(list(CONFIGS))
     entries = {"tie_word_embeddings": random_.choice((True, False))} if random_.random() < 0.3 else {}
@@ -134,6 +177,15 @@ _MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (
     _quantized,
     _gguf,
 )
+_MORE_MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (
+    *(_quantized_type,) * 3,
+    _released,
+    _of_sound,
+    _quantized_vision,
+    _gguf_with_states,
+)
+FIRST_OF_MORE = 1000
+"""The seeds below choose among ``_MAKERS``, those from here on among all and with more options."""
 
 
 def _options(random_: random.Random, path: Path) -> EngineConfig:
@@ -150,22 +202,73 @@ def _options(random_: random.Random, path: Path) -> EngineConfig:
     return EngineConfig(worker=worker, cache=cache, max_model_len=random_.choice((None, 32, 64, 128, 1000)))
 
 
+_MORE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "worker": (
+        {"batch_invariant": True},
+        {"runner": "pooling"},
+        {"runner": "generate"},
+        {"pooler_config": PoolerConfig(pooling_type="MEAN")},
+        {"load_format": "dummy"},
+        {"attention_backend": "torch"},
+        {"attention_backend": "cpu"},
+        {"attention_backend": "reference"},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"device": "cuda"},
+        {"enforce_eager": True},
+    ),
+    "cache": (
+        {"dtype": "int8"},
+        {"dtype": "fp8"},
+        *({"block_size": size} for size in (8, 24, 32, 48)),
+        {"state_memory_bytes": 1 << 24},
+        {"disable_hybrid_kv_cache_manager": True},
+        {"enable_prefix_caching": False},
+    ),
+    "scheduler": (
+        {"max_num_batched_tokens": 80, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 48, "max_num_seqs": 48},
+        {"long_prefill_token_threshold": 32},
+        {"enable_chunked_prefill": False},
+    ),
+    "lora": ({"enable": True},),
+    "speculative": tuple({"method": method} for method in ("ngram", "suffix", "mtp")),
+}
+"""By the part of the configuration, values that exclude each other or parts of models."""
+
+
+def _with_more(random_: random.Random, config: EngineConfig) -> tuple[EngineConfig, str]:
+    """Return the configuration with up to three more options, and their names."""
+    chosen = []
+    for part in random_.sample(list(_MORE_OPTIONS), random_.choice((0, 1, 1, 2, 3))):
+        values = random_.choice(_MORE_OPTIONS[part])
+        before = getattr(config, part)
+        after = SpeculativeConfig(**values) if part == "speculative" else replace(before, **values)
+        config = replace(config, **{part: after})
+        chosen.append(" ".join(f"{name}={value}" for name, value in values.items()))
+    return config, ", ".join(chosen)
+
+
 def compare(seed: int, directory: Path) -> tuple[Verdict, str]:
     """Return what preflight and engine say of the seed's checkpoint, and a line about it."""
     random_ = random.Random(seed)
+    makers = _MAKERS if seed < FIRST_OF_MORE else _MAKERS + _MORE_MAKERS
     try:
-        path = random_.choice(_MAKERS)(random_, directory)
+        path = random_.choice(makers)(random_, directory)
     except Exception as error:
         return "no model", f"transformers makes none: {type(error).__name__}"
-    config = _options(random_, path)
+    plain = config = _options(random_, path)
+    more = ""
+    if seed >= FIRST_OF_MORE:
+        config, more = _with_more(random_, config)
     worker = config.worker
-    about = f"{path.name} {worker.model_impl} {worker.dtype} {worker.quantization} {config.max_model_len}"
+    about = f"{path.name} {worker.model_impl} {worker.dtype} {worker.quantization} {config.max_model_len} {more}"
     try:
         found = answer(path, config)
     except CannotServe as refusal:
         is_type = "docs/reference/models.md" in str(refusal)
         # The self-check, which finds some of these types, allows for roundings in few bits.
-        exact = replace(config, worker=replace(worker, dtype="float32", quantization=None))
+        exact = replace(plain, worker=replace(plain.worker, dtype="float32", quantization=None))
         if is_type and _refusal(exact, CPUWorker) is None:
             return "disagreement", f"{about}: refused, but it loads: {refusal}"
         return "refused", f"{about}: {refusal}"

@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tests.checkpoints.whisper_checkpoint import WHISPER_CONFIG
 from tests.checkpoints.whole_sound import WRITERS, load_sound, write_whole_sound
 from tests.gpu_worker.checkpoint.published_configs import CONFIGS
+from tests.gpu_worker.checkpoint.quantization import formats
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
-from tests.parity.reference import compute_case
+from tests.parity.reference import compute_case, make_gpt_oss_reference
+from tests.parity.transcripts import TranscriptEngine, transcript_reference
 from tests.parity.vision_checkpoints import load_vision, write_vision
 from tests.soak.models.transformers_models import KINDS, NUM_TOKENS, PROMPTS
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
@@ -185,6 +188,8 @@ BY_CLASS: dict[str, tuple[str, str]] = {
     "ibm-granite/granite-speech-3.3-2b": ("GraniteSpeechForConditionalGeneration", "granite_speech"),
 }
 """Releases of which only class and type are known here: the answer is that of their class."""
+TRANSCRIBES = ("openai/whisper-large-v3",)
+"""Releases that write down speech, which a small checkpoint of their class does here."""
 OF_VISION: dict[str, str] = {
     "Qwen/Qwen2-VL-2B-Instruct": "qwen2_vl",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl",
@@ -255,17 +260,25 @@ class Row(NamedTuple):
     """Why it is refused, or how it was tried."""
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 32]}
+IN_FP8 = ("deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct")
+"""Releases whose matrices are published in FP8, in blocks of 128, which small matrices have not; here they have 32."""
+IN_MXFP4 = ("openai/gpt-oss-20b",)
+"""Releases whose experts are published in MXFP4."""
+
+
 def try_all_releases(directory: Path) -> dict[str, Row]:
     """Return what becomes of each release. Raises ``AssertionError`` if tokens are not those of transformers."""
     return {
         **{name: try_release(name, directory) for name in RELEASES},
         **{name: try_vision(name, directory) for name in OF_VISION},
         **{name: ask(name, directory) for name in BY_CLASS},
+        **{name: try_transcripts() for name in TRANSCRIBES},
     }
 
 
-def try_release(name: str, directory: Path) -> Row:
-    """Serve a small checkpoint of a release. Raises ``AssertionError`` if its tokens are not those of transformers."""
+def write_release(name: str, directory: Path) -> tuple[Path, Any]:
+    """Write a small checkpoint of one of ``RELEASES``; return its directory and the model."""
     entries = small(RELEASES[name])
     named = entries["model_type"]  # that of Kimi is one of code in the checkpoint
     kind = (
@@ -281,11 +294,53 @@ def try_release(name: str, directory: Path) -> Row:
     path = directory / name.rpartition("/")[2]
     model.save_pretrained(path)
     (path / "config.json").write_text(json.dumps(entries))  # spelled as it is published
+    return path, model
+
+
+def try_release(name: str, directory: Path) -> Row:
+    """Serve a small checkpoint of a release. Raises ``AssertionError`` if its tokens are not those of transformers."""
+    if name in IN_MXFP4:
+        return _try_mxfp4(directory)
+    path, model = write_release(name, directory)
+    how = "a small checkpoint gives transformers' tokens"
+    if name in IN_FP8:
+        path, model = _in_fp8(path, model, directory / f"{path.name}-fp8")
+        how = "a small checkpoint in FP8 blocks gives the tokens of its weights in transformers"
     cases = [compute_case(model, prompt, NUM_TOKENS, use_cache=False) for prompt in PROMPTS]
     found = answer(path)
     assert_identical(cases, Engine(path, num_blocks=24, budget=16, max_num_seqs=4, max_model_len=64).generate)
     shutil.rmtree(path)
-    return Row(found.by, "a small checkpoint gives transformers' tokens")
+    return Row(found.by, how)
+
+
+def _in_fp8(path: Path, model: Any, directory: Path) -> tuple[Path, Any]:
+    """Write a checkpoint in FP8; return its directory, and the model with the weights that it then has."""
+    quantized, plain = formats.write(directory, formats.fp8("block", "scale_inv", 32), FP8, path)
+    stored = load_file(quantized / "model.safetensors")
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 10, "attention, experts"
+    again, report = type(model).from_pretrained(
+        plain, config=model.config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return quantized, again.eval()
+
+
+def _try_mxfp4(directory: Path) -> Row:
+    reference = make_gpt_oss_reference(directory)
+    found = answer(reference.path)
+    engine = Engine(reference.path, stop_token_ids=reference.eos_token_ids, budget=64)
+    assert_identical(reference.cases, engine.generate)
+    shutil.rmtree(reference.path)
+    return Row(found.by, "a small checkpoint with experts in MXFP4 gives the tokens of what transformers unpacks")
+
+
+def try_transcripts() -> Row:
+    """Transcribe with a small Whisper. Raises ``AssertionError`` if its tokens are not those of transformers."""
+    reference = transcript_reference()
+    found = TranscriptEngine(reference).transcribe(reference.cases)
+    assert found == [case.tokens for case in reference.cases]
+    by = answer(reference.path).by
+    return Row(by, "`/v1/audio/transcriptions`: a small checkpoint gives the tokens of transformers' decoder")
 
 
 def try_vision(name: str, directory: Path) -> Row:

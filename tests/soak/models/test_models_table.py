@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 from tests.soak.models.models_page import read_all, try_kinds
-from tests.soak.models.preflight_fuzz import compare
+from tests.soak.models.preflight_fuzz import FIRST_OF_MORE, compare
+from tests.soak.models.refusals import every_class, refusal, write_config
 from tests.soak.models.transformers_models import KINDS
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE
 
@@ -42,7 +43,23 @@ def test_the_table_is_what_is_read(committed: dict[str, Any]) -> None:
         assert found[part] == committed[part], "run `make models-docs`"
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_class_of_the_library_is_served_or_refused_in_one_sentence(part: int, tmp_path: Path) -> None:
+    refused = 0
+    for kind, names in list(every_class().items())[part::PARTS]:
+        for name in names:
+            try:
+                write_config(kind, name, tmp_path)
+            except Exception:
+                continue  # a configuration that has no defaults
+            if reason := refusal(tmp_path):
+                refused += 1
+                assert "\n" not in reason, (kind, name)
+                assert str(tmp_path) in reason, (kind, name)
+    assert refused > 50
+
+
+@pytest.mark.parametrize("seed", [*range(300), *range(FIRST_OF_MORE, FIRST_OF_MORE + 60)])
 def test_preflight_and_engine_agree(seed: int, tmp_path: Path) -> None:
     verdict, text = compare(seed, tmp_path)
     assert verdict != "disagreement", text

@@ -392,6 +392,7 @@ FAMILIES["qwen3_5"] = replace(
         "vision_config": {"depth": 2, "num_position_embeddings": 64},
     },
 )
+FAMILIES["qwen3_vl_moe"] = FAMILIES["qwen3_vl"]
 FAMILIES["qwen2_5_vl"] = replace(
     FAMILIES["qwen2_vl"],
     entries=FAMILIES["qwen2_vl"].entries | {"vision_config": {"window_size": 56}},

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from .features import FEATURES, Seen, Task, nonsense
+from .features import FEATURES, Seen, Task, nonsense, shapes_model
 from .mesh import Answers, Mesh, Refused, equal
 from .model_files import ModelFiles
 
@@ -48,7 +48,7 @@ class Matrix:
         self._directory = directory
         (directory / "models").mkdir(exist_ok=True)
         self._files = ModelFiles(directory / "models")
-        self._expected: dict[tuple[str, ...], Answers] = {}
+        self._expected: dict[tuple[Task, tuple[str, ...], tuple[str, ...]], Answers] = {}
 
     def cell(self, first: str, second: str) -> Cell:
         """Try a pair."""
@@ -64,7 +64,7 @@ class Matrix:
     def _tried(self, names: tuple[str, str]) -> tuple[Verdict, str]:
         task: Task = "vectors" if any(FEATURES[name].task == "vectors" for name in names) else "tokens"
         try:
-            found, seen = self._ask(names, task, plain=False)
+            found, seen = self._ask(names, task)
         except Refused as refusal:
             return "refused", str(refusal)
         expected = self._reference(names, task)
@@ -79,18 +79,19 @@ class Matrix:
         return "equal", ""
 
     def _reference(self, names: Sequence[str], task: Task, of: Sequence[str] = ()) -> Answers:
-        """Return the answers of a mesh with the features that change answers, over the plain weights of ``of``."""
-        changing = {name for name in names if FEATURES[name].changes_answers or name == "images"}
-        # Without pooling a mesh of a decoder has no vectors to compare with.
-        models = {name for name in of or names if FEATURES[name].stored or FEATURES[name].base != "dense"}
-        models |= {"pooling"} & set(of or names)
-        kept = tuple(name for name in FEATURES if name in changing | models)
-        key = (task, *kept)
-        if key not in self._expected:
-            self._expected[key] = self._ask(kept, task, plain=True)[0]
+        """Return the answers of one engine with the features that change answers, over the plain weights of ``of``."""
+        of = of or names
+        changing = {name for name in names if FEATURES[name].changes_answers}
+        # Prompts show images, and without pooling a mesh of a decoder has no vectors to compare with.
+        changing |= {"images", "pooling"} & {*of}
+        kept = tuple(name for name in FEATURES if name in changing)
+        models = tuple(name for name in FEATURES if name in of and shapes_model(FEATURES[name]))
+        if (key := (task, kept, models)) not in self._expected:
+            self._expected[key] = self._ask(kept, task, models)[0]
         return self._expected[key]
 
-    def _ask(self, names: Sequence[str], task: Task, *, plain: bool) -> tuple[Answers, Seen]:
+    def _ask(self, names: Sequence[str], task: Task, plain: Sequence[str] | None = None) -> tuple[Answers, Seen]:
+        """``plain``: the features whose model is served, as floats; None: that of ``names``, as it is stored."""
         with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as directory:
             mesh = Mesh(names, self._files, Path(directory) / "mesh", plain=plain)
             try:

@@ -16,6 +16,8 @@ class Seen(NamedTuple):
     """The command of each of its processes."""
     busy_engines: int
     """Engines that generated tokens, or read prompts."""
+    computed: list[str]
+    """What each engine says of how it computes and what its KV is: its numerics and the layout of its blocks."""
     is_other_than_without: bool
     """Whether the answers differ from those without the feature."""
 
@@ -26,6 +28,10 @@ def _metric(name: str) -> Callable[[Seen], bool]:
 
 def _workers(count: int) -> Callable[[Seen], bool]:
     return lambda seen: sum("worker_main" in each or "ray::" in each for each in seen.processes) >= count
+
+
+def _computed(word: str) -> Callable[[Seen], bool]:
+    return lambda seen: bool(seen.computed) and all(word in each for each in seen.computed)
 
 
 def _differs(seen: Seen) -> bool:
@@ -51,8 +57,6 @@ class Feature:
     task: Task = "tokens"
     changes_answers: bool = False
     """Whether the answers are compared with those of a mesh that has this feature too, without the other."""
-    needs_dense: bool = False
-    """Whether it needs a draft that only the dense model has."""
     acted: Callable[[Seen], bool] = _always
     proof: str = ""
     """What ``acted`` has looked at."""
@@ -62,11 +66,10 @@ def _one(*seats: str) -> frozenset[str]:
     return frozenset(seats)
 
 
-def _drafts(config: str, *, needs_dense: bool = False) -> Feature:
+def _drafts(config: str) -> Feature:
     return Feature(
         flags=("--speculative-config", config),
         seats=_one("drafts"),
-        needs_dense=needs_dense,
         acted=_metric("vllm:spec_decode_num_accepted_tokens_total"),
         proof="accepted drafts",
     )
@@ -81,7 +84,8 @@ def _rounded(kind: str) -> Feature:
         flags=("--quantization", kind),
         seats=_one("weights"),
         changes_answers=True,
-        proof="the option was taken",
+        acted=_computed(f"/{kind}/"),
+        proof="the engines' numerics",
     )
 
 
@@ -109,14 +113,14 @@ FEATURES: dict[str, Feature] = {
     ),
     "data parallel": Feature(
         flags=("--data-parallel-size", "2"),
-        seats=_one("dp", "roles"),
+        seats=_one("dp"),
         acted=lambda seen: seen.busy_engines >= 2,
         proof="two engines computed",
     ),
     "expert parallel": Feature(
         flags=("--data-parallel-size", "2", "--enable-expert-parallel"),
         base="experts",
-        seats=_one("dp", "roles", "base"),
+        seats=_one("dp"),
         acted=lambda seen: seen.busy_engines >= 2,
         proof="two engines computed",
     ),
@@ -131,10 +135,8 @@ FEATURES: dict[str, Feature] = {
         flags=("--enable-lora",), changes_answers=True, acted=_differs, proof="other tokens than without the adapter"
     ),
     "n-gram drafts": _drafts('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'),
-    "draft model": _drafts(
-        '{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}', needs_dense=True
-    ),
-    "EAGLE": _drafts('{"method": "eagle", "model": "EAGLE", "num_speculative_tokens": 3}', needs_dense=True),
+    "draft model": _drafts('{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}'),
+    "EAGLE": _drafts('{"method": "eagle", "model": "EAGLE", "num_speculative_tokens": 3}'),
     "async": Feature(flags=("--async-scheduling",), proof="the option was taken"),
     "structured output": Feature(changes_answers=True, acted=_differs, proof="other tokens than without the pattern"),
     "pooling": Feature(
@@ -143,13 +145,13 @@ FEATURES: dict[str, Feature] = {
         seats=_one("task"),
         proof="vectors were returned",
     ),
-    "encoder": Feature(base="encoder", task="vectors", seats=_one("task", "base"), proof="vectors were returned"),
+    "encoder": Feature(base="encoder", task="vectors", seats=_one("task"), proof="vectors were returned"),
     "prompt embeddings": Feature(
         flags=("--enable-prompt-embeds",), seats=_one("prompt"), proof="requests had embeddings and no ids"
     ),
-    "windows": Feature(base="window", seats=_one("base"), proof="the model's layers attend to 24 tokens"),
-    "states": Feature(base="states", seats=_one("base"), proof="three of four layers keep a state"),
-    "images": Feature(base="images", seats=_one("base", "prompt"), proof="each prompt showed an image"),
+    "windows": Feature(base="window", proof="the model's layers attend to 24 tokens"),
+    "states": Feature(base="states", acted=_computed("/state/"), proof="slots for states in the layout of the KV"),
+    "images": Feature(base="images", seats=_one("prompt"), proof="each prompt showed an image"),
     "P/D by shm": _apart("shm"),
     "P/D by socket": _apart("socket"),
     "offload": Feature(
@@ -157,8 +159,15 @@ FEATURES: dict[str, Feature] = {
         acted=_metric("vllm:external_prefix_cache_hits_total"),
         proof="prompt tokens whose KV came back from the file",
     ),
-    "int8 KV": Feature(flags=("--kv-cache-dtype", "int8"), changes_answers=True, proof="the option was taken"),
-    "transformers' modules": Feature(flags=("--model-impl", "transformers"), proof="the option was taken"),
+    "int8 KV": Feature(
+        flags=("--kv-cache-dtype", "int8"),
+        changes_answers=True,
+        acted=_computed("/int8+fp32/"),
+        proof="the layout of the KV",
+    ),
+    "transformers' modules": Feature(
+        flags=("--model-impl", "transformers"), acted=_computed("/transformers-"), proof="the engines' numerics"
+    ),
     "sleep": Feature(proof="the engines slept between two rounds"),
     "reload": Feature(proof="the engines loaded their weights again between two rounds"),
     "Ray": Feature(
@@ -170,6 +179,11 @@ FEATURES: dict[str, Feature] = {
 """By the names that the page shows."""
 
 
+def shapes_model(feature: Feature) -> bool:
+    """Return whether the model of a mesh is another one because of it."""
+    return bool(feature.stored) or feature.base != "dense"
+
+
 def nonsense(first: str, second: str) -> str:
     """Return why a mesh cannot have both features, whatever is built; empty: it could."""
     one, other = FEATURES[first], FEATURES[second]
@@ -177,7 +191,6 @@ def nonsense(first: str, second: str) -> str:
         return {
             "weights": "weights have one form",
             "drafts": "one method drafts",
-            "base": "each is of another model",
             "roles": "engines have one division of work",
             "task": "a model returns text or vectors",
             "prompt": "a prompt is of one or the other",
@@ -186,9 +199,9 @@ def nonsense(first: str, second: str) -> str:
     generating = {"n-gram drafts", "draft model", "EAGLE", "structured output", "P/D by shm", "P/D by socket"}
     if tasks == {"tokens", "vectors"} and generating & {first, second}:
         return "vectors are not generated"
-    bases = {one.base, other.base} - {"dense"}
-    if bases and (one.needs_dense or other.needs_dense):
-        return "the drafts belong to another model"
-    if "encoder" in bases and {"int8 KV", "offload", "prompt embeddings", "context parallel"} & {first, second}:
-        return "an encoder has no KV"
+    if "encoder" in {first, second}:
+        if {one.base, other.base} - {"dense", "encoder"}:
+            return "each is of another model"
+        if {"int8 KV", "offload", "prompt embeddings", "context parallel"} & {first, second}:
+            return "an encoder has no KV"
     return ""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,8 @@ from safetensors.numpy import load_file, save
 
 from tests.checkpoints.vision_prompts import picture
 from tests.e2e.conftest import Served, command_of
-from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.v1.coordinator_pb2 import WatchRequest
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .features import FEATURES, Seen, Task
 from .model_files import Files, ModelFiles
@@ -52,34 +54,44 @@ def prompts() -> list[list[int]]:
 class Mesh:
     """A mesh with some features."""
 
-    def __init__(self, names: Sequence[str], files: ModelFiles, directory: Path, *, plain: bool = False) -> None:
-        """``plain``: serve the same weights as floats. Raises :class:`Refused`."""
+    def __init__(
+        self, names: Sequence[str], files: ModelFiles, directory: Path, *, plain: Sequence[str] | None = None
+    ) -> None:
+        """``plain``: serve as floats the weights that the model of these features has; None: serve that of ``names``,
+        as it is stored. Raises :class:`Refused`."""
         features = [FEATURES[name] for name in names]
-        base = next((each.base for each in features if each.base != "dense"), "dense")
-        stored = next((each.stored for each in features if each.stored), "")
-        found: Files = files.of(base, stored)
-        self.names, self._base = names, base
-        self._model = found.plain if plain else found.model
+        models = features if plain is None else [FEATURES[name] for name in plain]
+        self._bases = frozenset(each.base for each in models) - {"dense"}
+        found: Files = files.of(self._bases, next((each.stored for each in models if each.stored), ""))
+        self.names = names
+        self._model = found.model if plain is None else found.plain
         self._rows = found.plain if "prompt embeddings" in names else None
         directory.mkdir()
         self._more = {"RAY_ADDRESS": ray_address()} if "Ray" in names else {}
         flags = [flag for each in features for flag in each.flags]
         if "LoRA" in names:
-            flags += ["--lora-modules", f"{ADAPTER}={files.adapter(base)}"]
-        places = {"DRAFT": DEMO_MODEL / "draft", "EAGLE": DEMO_MODEL / "eagle", "OFFLOAD": directory / "offload"}
-        for place, path in places.items():
-            flags = [flag.replace(place, str(path)) for flag in flags]
+            flags += ["--lora-modules", f"{ADAPTER}={files.adapter(self._bases)}"]
+        flags = _with_drafts(
+            [flag.replace("OFFLOAD", str(directory / "offload")) for flag in flags], files, self._bases
+        )
+        if "--data-parallel-size" in flags and "--prefill" in flags:  # a group of each role
+            for role in ("--prefill", "--decode"):
+                flags[flags.index(role) + 1] = "2"
         if {"sleep", "reload"} & set(names):
             flags += ["--admin-api-key", _KEY]
-        if "--num-kv-blocks" not in flags and base != "encoder":
+        if "--num-kv-blocks" not in flags and not self._encodes:
             flags += ["--num-kv-blocks", "400"]
-        if base != "encoder":
+        if not self._encodes:
             # Modules of transformers compute prompts of states in whole chunks of 64 tokens, beside a token of each.
-            budget = "128" if {"states", "transformers' modules"} <= set(names) else "64"
+            budget = "128" if "transformers' modules" in names and "states" in self._bases else "64"
             flags += ["--max-model-len", "256", "--max-num-batched-tokens", budget, "--max-num-seqs", "8"]
         self._directory = directory
         arguments = (str(self._model), "--device", "cpu", *_PLAIN, *flags)
         self._served = self._start(arguments)
+
+    @property
+    def _encodes(self) -> bool:
+        return "encoder" in self._bases
 
     def _start(self, arguments: tuple[str, ...]) -> Served:
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self._directory), "HF_HUB_OFFLINE": "1"} | self._more
@@ -124,7 +136,7 @@ class Mesh:
             return
         if "sleep" in self.names:  # which forgets all KV, that of the file too
             self._round(task)
-        most = 200 if self._base == "images" else 480
+        most = 200 if "images" in self._bases else 480
         for index in range(8):  # other prompts drive those of the rounds out of the cache
             prompt = [(index * 97 + position * 13) % most + 5 for position in range(200)]
             if task == "vectors":
@@ -144,8 +156,7 @@ class Mesh:
             return list(pool.map(ask, self._prompts()))
 
     def _prompts(self) -> list[list[int]]:
-        most = 60 if self._base == "encoder" else 256
-        return [[each % 200 for each in prompt[:most]] if self._base == "encoder" else prompt for prompt in prompts()]
+        return [[each % 200 for each in prompt[:60]] if self._encodes else prompt for prompt in prompts()]
 
     def _vector(self, prompt: list[int]) -> npt.NDArray[np.float64]:
         answer = self._post("/v1/embeddings", {"model": self._name(), "input": prompt})
@@ -209,7 +220,14 @@ class Mesh:
         commands = [" ".join(command_of(each)) for each in self._served.family()]
         if "Ray" in self.names:  # its workers are children of its own processes
             commands += [" ".join(command_of(each)) for each in psutil.process_iter() if "ray::" in each.name()]
-        return Seen(totals, commands, busy, is_other_than_without=False)
+        return Seen(totals, commands, busy, self._computed(), is_other_than_without=False)
+
+    def _computed(self) -> list[str]:
+        address = next(part["address"] for part in self._served.ps() if part["service"] == "coordinator")
+        with grpc.insecure_channel(address) as channel:
+            snapshot = next(CoordinatorStub(channel).Watch(WatchRequest(), timeout=_SECONDS))
+        prints = [entry.identity.fingerprint for entry in snapshot.engines]
+        return [f"/{each.numerics}/ /{each.kv_layout}/" for each in prints]
 
 
 @functools.cache
@@ -230,6 +248,15 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return bool(np.allclose(one, other, atol=2e-4))
     return bool(one == other)
+
+
+def _with_drafts(flags: list[str], files: ModelFiles, bases: frozenset[str]) -> list[str]:
+    """Return the flags with the paths of what drafts for the model of these bases."""
+    made = {"DRAFT": files.draft, "EAGLE": files.eagle}
+    for name, of in made.items():
+        if any(name in flag for flag in flags):
+            flags = [flag.replace(name, str(of(bases))) for flag in flags]
+    return flags
 
 
 def _reason(text: str) -> str:

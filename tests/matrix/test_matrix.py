@@ -27,9 +27,19 @@ def test_what_excludes_itself_is_the_same_both_ways() -> None:
 
 
 def test_counters_fail_for_a_mesh_that_did_nothing() -> None:
-    nothing = Seen({}, [], 0, is_other_than_without=False)
+    nothing = Seen({}, [], 0, [], is_other_than_without=False)
     blind = {name for name, feature in FEATURES.items() if feature.acted(nothing)}
-    assert not blind & {"tensor parallel", "data parallel", "LoRA", "EAGLE", "P/D by shm", "offload", "Ray"}
+    assert not blind & {
+        "tensor parallel",
+        "data parallel",
+        "LoRA",
+        "EAGLE",
+        "P/D by shm",
+        "offload",
+        "Ray",
+        "int4",
+        "states",
+    }
 
 
 @pytest.fixture(scope="module")

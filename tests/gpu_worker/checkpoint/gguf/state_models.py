@@ -9,7 +9,7 @@ writes ``MODEL-bf16.gguf`` from a checkpoint, without a tokenizer, for ``tokenlo
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -313,9 +313,16 @@ ENTRIES: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def write(path: Path, architecture: str, model: Any, kind: Kind, changed: Mapping[str, Any] | None = None) -> Path:
+def write(
+    path: Path,
+    architecture: str,
+    model: Any,
+    kind: Kind,
+    changed: Mapping[str, Any] | None = None,
+    change: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> Path:
     """Write ``model`` with its matrices in ``kind``, and give it the numbers that the file stands for. ``changed``:
-    entries beside, or instead of, those of the model: numbers, texts and lists of numbers."""
+    entries beside, or instead of, those of the model: numbers, texts and lists of numbers. ``change`` adds more."""
     _, known, describe, convert = ARCHITECTURES[architecture]
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -327,6 +334,8 @@ def write(path: Path, architecture: str, model: Any, kind: Kind, changed: Mappin
         writer.add_context_length(config.max_position_embeddings)
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     describe(writer, model)
+    if change is not None:
+        change(writer)
     for entry, value in (changed or {}).items():
         adds = {list: writer.add_array, float: writer.add_float32, str: writer.add_string}
         adds.get(type(value), writer.add_uint32)(entry, value)

@@ -87,8 +87,9 @@ def _run_vllm(program: str, directory: Path, num_requests: int) -> Result:
         server.start()
         server.wait()
         version = server.version
-        constraints = vllm_mesh.check_constraints(server)
         outcome = asyncio.run(vllm_mesh.campaign(server, directory, num_requests, report))
+        server.wait()
+        constraints = vllm_mesh.check_constraints(server)
     finally:
         server.kill()
     engines = len(outcome.by_engine)

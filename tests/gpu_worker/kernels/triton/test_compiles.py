@@ -18,13 +18,14 @@ CASES = [
     "qwen3_5_text",
     "nemotron_h, without graphs",
 ]
-EVERYWHERE = {"add_norm", "attend", "few_rows", "prepare_step", "rotate_and_write", "scatter"}
+EVERYWHERE = {"add_norm", "attend", "few_rows", "prepare_step", "scatter"}
 ASKED = {"add_listed", "change_rows", "count_drawn", "logprobs", "sample"}
 OF_CASES = {
-    "qwen3_5_text": {"short_conv", "keep_inputs", "delta_gates", "gated_delta", "gated_norm"},
-    "nemotron_h, without graphs": {"short_conv", "keep_inputs", "mamba2", "gated_norm"},
+    # A part of each head is rotated, which PyTorch does.
+    "qwen3_5_text": {"short_conv", "keep_inputs", "delta_gates", "gated_delta", "gated_norm", "write_kv"},
+    "nemotron_h, without graphs": {"short_conv", "keep_inputs", "mamba2", "gated_norm", "rotate_and_write"},
 }
-OF_TRANSFERS = {"copy_blocks"}
+OF_OTHERS = {"copy_blocks", "rotate_and_write"}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def counts():
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_compiled_after_the_warm_up(counts, case):
     found = counts[case]
-    expected = EVERYWHERE | ASKED | OF_CASES.get(case, OF_TRANSFERS)
+    expected = EVERYWHERE | ASKED | OF_CASES.get(case, OF_OTHERS)
     assert {name.rpartition(".")[2] for name in found["kernels"]} >= expected
     assert found["steps"] > 60
     assert found["before"] >= len(expected)

@@ -58,7 +58,7 @@ def forget_mapped(addresses: Iterable[int]) -> None:
 
 def forget_start() -> None:
     """Drop what only the start of this process needed of installed libraries, and freed memory. To be called once,
-    when it is ready, or about to warm up."""
+    before it serves or warms up."""
     forget_libraries(map(Path, site.getsitepackages()))
     return_freed()
 

@@ -127,6 +127,7 @@ def main(service_class: Callable[[_Settings], Service], settings_class: type[_Se
     except TokenloomError as error:
         log.error("%s", error.message)
         return USAGE_ERROR
+    forget_start()  # what imports needed; later it would stop an event loop that serves
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(service_class(settings), settings))
 
@@ -142,7 +143,6 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             starting.shutdown(wait=False)
             heap = Heap()
             heap.freeze()
-            forget_start()
             host.spawn(heap.run(), name="heap")
             host.spawn(host.channels.keepalive.run(), name="patience with peers")
             if settings.measure_turns:

@@ -45,7 +45,7 @@ NUM_LARGE = 32
 NUM_STREAMS = 16
 """Texts at once."""
 _ROUNDS = 10
-_SAMPLE_SECONDS = 0.005
+_SAMPLE_SECONDS = 0.02
 _COUNTERS = ("encoder_rows_total", "rows_bytes_received_total", "encoder_put_bytes_total")
 _SUMS = ("encoder_decode_seconds_sum", "encoder_tower_seconds_sum")
 _WORD = "word "

@@ -129,7 +129,9 @@ def _text_of(path: Path, plain: Path) -> None:
 
 
 def _small_draft(path: Path) -> None:
-    made = save_random("qwen3", path.parent / "made", head_dim=16, tie_word_embeddings=False, **_SIZES)
+    made = save_random(
+        "qwen3", path.parent / "made", head_dim=16, tie_word_embeddings=False, max_position_embeddings=4096, **_SIZES
+    )
     _repeat(made)
     made.rename(path)
 
@@ -141,7 +143,8 @@ def _eagle(path: Path, plain: Path) -> None:
     config = json.loads((plain / "config.json").read_text())
     config = config.get("text_config", config)
     size, head = int(config["hidden_size"]), json.loads((DEMO_MODEL / "eagle/config.json").read_text())
-    head |= {"hidden_size": size, "vocab_size": config["vocab_size"]}
+    same = ("hidden_size", "vocab_size", "max_position_embeddings")
+    head |= {name: config[name] for name in same}
     (path / "config.json").write_text(json.dumps(head))
     generator, demo = torch.Generator().manual_seed(3), 256
     sizes = {demo: size, 2 * demo: 2 * size}  # the demo's states, and those beside embeddings

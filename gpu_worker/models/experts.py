@@ -189,7 +189,10 @@ class Experts:
             return self._grouped(x, weights, chosen)
         if self._on_device is not None:
             return self._on_device(x, weights, chosen, *self._routes.places(chosen))
-        grouped = self._by_place(chosen)
+        grouped = GroupedRows.sort(chosen)
+        self._routes.record(chosen, grouped)
+        if self._placement is not None:
+            grouped = self._placement.spread(grouped)
         if self._exchange is None:
             return mix_experts(x, grouped, weights, self._compute, self._own)
         rows = x[grouped.order // weights.shape[1]]

@@ -139,7 +139,8 @@ class StatePlan:
         """Return the plan with its runs on ``device``, too, by one copy."""
         arrays = self.arrays()
         most = int(np.diff(arrays[2][arrays[3]]).max(initial=0))
-        return replace(self, sent=SentRuns(*copy_packed(arrays, device), most))
+        read, written, starts, chains = copy_packed(arrays, device)
+        return replace(self, sent=SentRuns(read, written, starts, chains, most))
 
 
 class StateSlots:

@@ -340,7 +340,8 @@ class DeviceSteps:
         positions, states = sent.get("rope", tensors.positions[:num_tokens]), inputs.states
         if states is not None:
             most_tokens = int(np.diff(inputs.cu_query_lens).max(initial=0))
-            states = replace(states, sent=SentRuns(*(sent[name] for name in _OF_RUNS), most_tokens))
+            read, written, starts, chains = (sent[name] for name in _OF_RUNS)
+            states = replace(states, sent=SentRuns(read, written, starts, chains, most_tokens))
         return model.forward(tensors.token_ids[:num_tokens], positions, kv_caches, plan, embeds, states)
 
 

@@ -132,8 +132,8 @@ async def send_weights(
     tls = None
     if certificates is not None:
         folder = Path(certificates)
-        files = (folder / name for name in ("ca.crt", f"{OPERATOR}.crt", f"{OPERATOR}.key"))
-        tls = MeshTLS(CertificateFiles(*files, "certificates"))
+        cert, key = (folder / f"{OPERATOR}.{suffix}" for suffix in ("crt", "key"))
+        tls = MeshTLS(CertificateFiles(folder / "ca.crt", cert, key, "certificates"))
     channels = Channels(tls)
     engines = await _engines_of(channels, coordinator)
     if not engines:

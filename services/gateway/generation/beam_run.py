@@ -98,6 +98,30 @@ class BeamTexts:
         return text
 
 
+@dataclass(slots=True)
+class _Origin:
+    """Says what computes the steps of one prompt; empty: no step has ended.
+
+    Attributes:
+        numerics: Of the first step. A search that has begun goes on where engines compute so, as any other answer.
+        is_mixed: Engines of different numerics have computed steps.
+    """
+
+    weights_version: str = ""
+    numerics: str = ""
+    is_mixed: bool = False
+
+    def note(self, finished: output_processor_pb2.RequestFinished) -> None:
+        """Note what has computed a step. Raises ``Unavailable`` for other weights than before: the scores of beams of
+        two versions cannot be compared."""
+        version = finished.weights_version
+        if version != self.weights_version and self.weights_version:
+            raise errors.Unavailable("the weights were replaced during the beam search; retry")
+        self.weights_version = version
+        self.numerics = self.numerics or finished.numerics
+        self.is_mixed |= finished.timeline.mixed_numerics
+
+
 class BeamRun:
     """Searches the likeliest outputs of all prompts, and returns them together, each as one delta.
 
@@ -130,8 +154,8 @@ class BeamRun:
         self._deadline_ns = deadline_ns
         self._clock = clock
         self._cached_tokens = [0] * len(submits)
-        self._weights_version = self._numerics = ""
-        self._is_mixed = False
+        # For each prompt its own: two may have begun on engines of different kinds, and their beams do not meet.
+        self._origins = [_Origin() for _ in submits]
         self._cancels: list[Cancel] = []  # of the present step
         self._is_cancelled = False
         self.num_steps = 0
@@ -147,7 +171,7 @@ class BeamRun:
         for number, (submit, search) in enumerate(zip(self._submits, self._searches, strict=True)):
             first = number * (submit.num_samples or 1)
             for index, beam in enumerate(search.best(), first):
-                deltas.append(await self._delta(submit, beam, index, self._cached_tokens[number]))
+                deltas.append(await self._delta(submit, beam, index, number))
         self.done = True
         return deltas
 
@@ -195,10 +219,8 @@ class BeamRun:
                     found[chosen[delta.index]] = delta.logprobs[0]
                 if delta.finished is not None:
                     self._count_cached(chosen[delta.index], delta.finished)
-                    self._check_weights(delta.finished.weights_version)
-                    # A search that has begun goes on as any other answer: where engines compute as for its first step.
-                    self._numerics = self._numerics or delta.finished.numerics
-                    self._is_mixed |= delta.finished.timeline.mixed_numerics
+                    number, _ = beams[chosen[delta.index]]
+                    self._origins[number].note(delta.finished)
         return found
 
     def _request(self, number: int, beam: Beam[Row], name: str) -> output_processor_pb2.Submit:
@@ -206,8 +228,8 @@ class BeamRun:
         submit.CopyFrom(self._steps[number])
         submit.prompt.token_ids.extend(beam.token_ids)
         submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{name}"
-        if self._numerics:
-            submit.journals.add(numerics=self._numerics)
+        if numerics := self._origins[number].numerics:
+            submit.journals.add(numerics=numerics)
         submit.timeout.FromNanoseconds(max(self._deadline_ns - self._clock(), 0))
         return submit
 
@@ -216,34 +238,26 @@ class BeamRun:
         if not self.num_steps:
             self._cached_tokens[index] = finished.cached_tokens
 
-    def _check_weights(self, version: str) -> None:
-        """Note which weights computed a step. Raises ``Unavailable`` if they are not those of the steps before: the
-        scores of beams of two versions cannot be compared."""
-        if version != self._weights_version and self._weights_version:
-            raise errors.Unavailable("the weights were replaced during the beam search; retry")
-        self._weights_version = version
-
     def _candidates(self, row: Row) -> BeamCandidates[Row]:
         columns = row.logprobs
         return BeamCandidates(columns.token_id[: self._num_candidates], columns.logprob[: self._num_candidates], row)
 
-    async def _delta(
-        self, submit: output_processor_pb2.Submit, beam: Beam[Row], index: int, cached_tokens: int
-    ) -> Delta:
-        """Return one output. As in vLLM, the token that ended it is left out unless the client wants it."""
+    async def _delta(self, submit: output_processor_pb2.Submit, beam: Beam[Row], index: int, number: int) -> Delta:
+        """Return one output of the prompt with this number. As in vLLM, the token that ended it is left out unless the
+        client wants it."""
         token_ids, rows = list(beam.token_ids), beam.rows
         if beam.end_token_id is not None and not submit.text.include_stop_str_in_output:
             token_ids, rows = token_ids[:-1], rows[:-1]
-        is_stop = beam.end_token_id is not None
+        is_stop, origin = beam.end_token_id is not None, self._origins[number]
         finished = output_processor_pb2.RequestFinished(
             reason=types_pb2.FINISH_REASON_STOP if is_stop else types_pb2.FINISH_REASON_LENGTH,
             stop_reason=str(beam.end_token_id) if is_stop else "",
             prompt_tokens=len(submit.prompt.token_ids),
             completion_tokens=len(token_ids),
-            cached_tokens=cached_tokens,
+            cached_tokens=self._cached_tokens[number],
             attempts=1,
-            weights_version=self._weights_version,
-            timeline=types_pb2.Timeline(mixed_numerics=self._is_mixed),
+            weights_version=origin.weights_version,
+            timeline=types_pb2.Timeline(mixed_numerics=origin.is_mixed),
         )
         text = await self._texts.text_of(submit, beam.token_ids[:-1] if is_stop else beam.token_ids)
         params = submit.sampling_params

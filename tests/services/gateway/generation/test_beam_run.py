@@ -119,3 +119,31 @@ async def test_a_step_that_is_cancelled_is_not_computed_again() -> None:
     with pytest.raises(errors.Unavailable):
         await run.take()
     assert pool.names == ["r-0-0-0"]
+
+
+async def test_each_prompt_goes_on_where_engines_compute_as_for_its_own_first_step() -> None:
+    pool = Pool()
+    first, second = submit_of(b"a"), submit_of(b"b")
+    for submit in (first, second):
+        submit.num_samples, submit.sampling_params.max_tokens = 1, 3
+    kinds = {0: ("ours", False, "v1"), 1: ("theirs", True, "v2")}
+    sent: list[tuple[str, list[str]]] = []
+
+    def answer(submit: output_processor_pb2.Submit, collector: Collector, index: int, media: object = None) -> Cancel:
+        number = int(submit.request_id.split("-")[1])
+        sent.append((submit.request_id, [each.numerics for each in submit.journals]))
+        collector.put(index, "A", 0, [65], logprobs=[row(65, 66, 67, 68)])
+        finished = output_processor_pb2.RequestFinished(reason=types_pb2.FINISH_REASON_LENGTH, completion_tokens=1)
+        finished.numerics, finished.timeline.mixed_numerics, finished.weights_version = kinds[number]
+        collector.finish(index, finished)
+        return lambda: None
+
+    pool.submit = answer  # type: ignore[method-assign]
+    texts = BeamTexts(cast(TokenizerClient, Bytes()))
+    plan, mesh = BeamPlan(1.0, 4), cast(OutputPool, pool)
+    run = BeamRun([first, second], plan, "r", mesh, texts, deadline_ns=10**9, clock=lambda: 0)
+    ends = [delta.finished for delta in await run.take()]
+    assert dict(sent)["r-0-1-0"] == dict(sent)["r-0-2-0"] == ["ours"]
+    assert dict(sent)["r-1-1-1"] == dict(sent)["r-1-2-1"] == ["theirs"]
+    assert [end and end.timeline.mixed_numerics for end in ends] == [False, True]
+    assert [end and end.weights_version for end in ends] == ["v1", "v2"]

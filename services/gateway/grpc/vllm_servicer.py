@@ -30,6 +30,8 @@ from ..tenants.tenant_shares import TenantShares
 Context = grpc.aio.ServicerContext[Any, Any]
 
 WEIGHTS_METADATA, MIXED_METADATA = "x-tokenloom-weights-version", "x-tokenloom-mixed-numerics"
+_MOST_VERSIONS = 4096
+"""Characters of versions. Clients of gRPC refuse a call with more than 8 KB of trailing metadata, at its very end."""
 _REFUSED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _POSITIVE = (
     "top_p",
@@ -294,9 +296,11 @@ class _Answer:
 def _origin(generation: RunningGeneration) -> Sequence[tuple[str, str]]:
     """Return what computed the outputs, as metadata: versions of weights by output, and a mark of several numerics."""
     ends = [generation.finished[index] for index in sorted(generation.finished)]
-    found = []
-    if any(finished.weights_version for finished in ends):
-        found.append((WEIGHTS_METADATA, ",".join(finished.weights_version for finished in ends)))
+    found, versions = [], [finished.weights_version for finished in ends]
+    if sum(map(len, versions)) > _MOST_VERSIONS:
+        versions = [each[each.rfind("+") :] if "+" in each else each for each in versions]
+    if any(versions):
+        found.append((WEIGHTS_METADATA, ",".join(versions)))
     if any(finished.timeline.mixed_numerics for finished in ends):
         found.append((MIXED_METADATA, "true"))
     return found

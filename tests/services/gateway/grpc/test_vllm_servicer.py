@@ -4,7 +4,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from tokenloom.services.gateway.grpc.vllm_servicer import _Answer
+from tokenloom.request.sampling_params import MAX_SAMPLES
+from tokenloom.services.gateway.grpc.vllm_servicer import WEIGHTS_METADATA, _Answer, _origin
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 TOP = 20
@@ -20,6 +21,28 @@ def logprobs(num_tokens: int) -> output_processor_pb2.SlotTextLogprobs:
     part.sampled_text.extend([b"a"] * num_tokens)
     part.token_text.extend([b"a"] * (TOP * num_tokens))
     return part
+
+
+def ended(*versions: str) -> Any:
+    finished = [output_processor_pb2.RequestFinished(weights_version=each) for each in versions]
+    return SimpleNamespace(finished=dict(enumerate(finished)))
+
+
+def test_versions_are_named_by_output() -> None:
+    assert _origin(ended("a" * 16, "a" * 16 + "+" + "b" * 16)) == [
+        (WEIGHTS_METADATA, "a" * 16 + "," + "a" * 16 + "+" + "b" * 16)
+    ]
+    assert _origin(ended("", "")) == []
+
+
+def test_versions_fit_into_what_clients_take_of_metadata() -> None:
+    many = "+".join(f"{number:016x}" for number in range(10))
+    one = "0" * 16
+    ((_, value),) = _origin(ended(*[many] * (MAX_SAMPLES - 1), one))
+    assert value.split(",") == [f"+{9:016x}"] * (MAX_SAMPLES - 1) + [one]
+    assert len(value) < 4096
+    ((_, value),) = _origin(ended("+".join([one, "1" * 16] * 200)))
+    assert value == "+" + "1" * 16
 
 
 async def test_log_probabilities_of_a_long_prompt_are_written_in_slices() -> None:

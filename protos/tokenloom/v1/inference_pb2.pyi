@@ -493,7 +493,7 @@ class TranscribeOptions(_message.Message):
     def __init__(self, model: _Optional[str] = ..., translate: _Optional[bool] = ..., language: _Optional[str] = ..., prompt: _Optional[str] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., return_segments: _Optional[bool] = ..., return_words: _Optional[bool] = ..., return_logprobs: _Optional[bool] = ...) -> None: ...
 
 class TranscribeResponse(_message.Message):
-    __slots__ = ("text", "tokens", "seconds", "language", "segments", "words", "weights_version")
+    __slots__ = ("text", "tokens", "seconds", "language", "segments", "words", "weights_version", "mixed_numerics")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +501,7 @@ class TranscribeResponse(_message.Message):
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     WORDS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MIXED_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     text: str
     tokens: _containers.RepeatedCompositeFieldContainer[TranscriptToken]
     seconds: float
@@ -508,7 +509,8 @@ class TranscribeResponse(_message.Message):
     segments: _containers.RepeatedCompositeFieldContainer[TranscriptSegment]
     words: _containers.RepeatedCompositeFieldContainer[TranscriptWord]
     weights_version: str
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[TranscriptToken, _Mapping]]] = ..., seconds: _Optional[float] = ..., language: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[TranscriptSegment, _Mapping]]] = ..., words: _Optional[_Iterable[_Union[TranscriptWord, _Mapping]]] = ..., weights_version: _Optional[str] = ...) -> None: ...
+    mixed_numerics: bool
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[TranscriptToken, _Mapping]]] = ..., seconds: _Optional[float] = ..., language: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[TranscriptSegment, _Mapping]]] = ..., words: _Optional[_Iterable[_Union[TranscriptWord, _Mapping]]] = ..., weights_version: _Optional[str] = ..., mixed_numerics: _Optional[bool] = ...) -> None: ...
 
 class TranscriptToken(_message.Message):
     __slots__ = ("id", "text", "logprob")

@@ -212,7 +212,8 @@ class Transcription:
         seconds: Of the sound; known once it runs.
         language: Code of the language; empty: it is not known.
         segments, words: Those that have been heard.
-        weights_version: Of the weights that have computed it; joined by + if they were replaced between two pieces.
+        weights_version: Of the weights that have computed it; joined by + if they were replaced meanwhile.
+        has_mixed_numerics: Engines of different numerics have computed one piece.
     """
 
     def __init__(self, calls: SoundCalls) -> None:
@@ -222,6 +223,7 @@ class Transcription:
         self.segments: list[HeardSegment] = []
         self.words: list[Word] = []
         self.weights_version = ""
+        self.has_mixed_numerics = False
         self._silence: float | None = None  # the probability in the first piece, if the language was found there
 
     async def run(self) -> AsyncGenerator[Sequence[HeardToken], None]:
@@ -265,9 +267,9 @@ class Transcription:
                     yield tokens[num_settled:end], 0
                     num_settled = end
                 deltas = [] if generation.done else await generation.take()
-            ends, version = generation.stop_token_ids, generation.finished[0].weights_version
-        if not self.weights_version.endswith(version):
-            self.weights_version += f"+{version}" if self.weights_version else version
+            ends, finished = generation.stop_token_ids, generation.finished[0]
+        self.weights_version = _joined(self.weights_version, finished.weights_version)
+        self.has_mixed_numerics |= finished.timeline.mixed_numerics
         avg_logprob = math.fsum(each.logprob for each in tokens) / max(len(tokens), 1)  # with what ends the output
         if tokens and tokens[-1].id in ends:
             tokens.pop()
@@ -282,6 +284,12 @@ class Transcription:
                 self.words += words_of(each.tokens, part, self.language, traits)
         self.segments += segments
         yield tokens[num_settled : slices[-1].end], advance
+
+
+def _joined(versions: str, more: str) -> str:
+    """Return the versions of the weights of two pieces in order, none twice in a row."""
+    found = [each for each in f"{versions}+{more}".split("+") if each]
+    return "+".join(each for each, before in zip(found, ["", *found], strict=False) if each != before)
 
 
 def _rules(traits: TranscriptTraits, *, has_stamps: bool) -> types_pb2.TranscriptRules:

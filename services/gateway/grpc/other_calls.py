@@ -264,6 +264,7 @@ class TranscribeCall:
             seconds=transcription.seconds,
             language=transcription.language,
             weights_version=transcription.weights_version,
+            mixed_numerics=transcription.has_mixed_numerics,
             segments=map(_segment, segments),
             words=[
                 inference_pb2.TranscriptWord(text=each.text, start=each.start, end=each.end)

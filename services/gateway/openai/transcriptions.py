@@ -5,7 +5,7 @@ from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import types_pb2
@@ -214,8 +214,8 @@ async def _stream(
         await _write(exchange, _delta(rest) | _logprobs(unsent, answer), headers)
     heard += unsent
     done = {"type": "transcript.text.done", "text": "".join(texts), "usage": _usage(transcription)}
-    version = {"weights_version": transcription.weights_version} if transcription.weights_version else {}
-    await _write(exchange, done | version | _logprobs(heard, answer), headers)
+    origin = {name: value for name, value in _origin(transcription).items() if value is not None}
+    await _write(exchange, done | origin | _logprobs(heard, answer), headers)
     await exchange.finish(sse.DONE)
 
 
@@ -231,6 +231,12 @@ async def _write(exchange: HttpExchange, event: dict[str, object], headers: Head
 
 def _usage(transcription: Transcription) -> SoundUsage:
     return SoundUsage(type="duration", seconds=math.ceil(transcription.seconds))
+
+
+def _origin(transcription: Transcription) -> dict[str, Any]:
+    """Return what has computed a transcript, as members; None: nothing to say."""
+    version, is_mixed = transcription.weights_version, transcription.has_mixed_numerics
+    return {"weights_version": version or None, "mixed_numerics": is_mixed or None}
 
 
 def _logprobs(tokens: Sequence[HeardToken], answer: AnswerForm) -> dict[str, object]:
@@ -251,7 +257,7 @@ def _body(
 ) -> tuple[bytes, bytes]:
     """Return an answer and its media type. ``heard``: the tokens of its text."""
     text = b"".join(each.text for each in heard).decode(errors="replace").strip()
-    segments, usage, version = transcription.segments, _usage(transcription), transcription.weights_version or None
+    segments, usage, origin = transcription.segments, _usage(transcription), _origin(transcription)
     if answer.name == "text":
         return f"{text}\n".encode(), _TEXT
     if answer.name == "srt":
@@ -260,7 +266,7 @@ def _body(
         return "".join(_vtt(segments)).encode(), _TEXT
     if answer.name == "json":
         logprobs = list(map(_logprob, heard)) if answer.has_logprobs else None
-        return sse.encode_json(Transcript(text=text, logprobs=logprobs, usage=usage, weights_version=version)), JSON
+        return sse.encode_json(Transcript(text=text, logprobs=logprobs, usage=usage, **origin)), JSON
     name = next((each.names[0] for each in traits.languages if each.code == transcription.language), "english")
     whole = Transcript(
         text=text,
@@ -272,7 +278,7 @@ def _body(
         if "word" in answer.granularities
         else None,
         usage=usage,
-        weights_version=version,
+        **origin,
     )
     return sse.encode_json(whole), JSON
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from .response_schemas import WEIGHTS_VERSION
+from .response_schemas import MIXED_NUMERICS, WEIGHTS_VERSION
 
 
 class TranslationForm(msgspec.Struct, kw_only=True):
@@ -89,3 +89,4 @@ class Transcript(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: Annotated[list[TranscriptLogprob] | None, Meta(description="With json, if asked for.")] = None
     usage: Annotated[SoundUsage, Meta(description="How much was heard.")]
     weights_version: Annotated[str | None, Meta(description=WEIGHTS_VERSION)] = None
+    mixed_numerics: Annotated[bool | None, Meta(description=MIXED_NUMERICS)] = None

@@ -314,6 +314,7 @@ class FakeRequest:
         sample_index: int = 0,
         routed_experts: types_pb2.RoutedExperts | None = None,
         timeline: types_pb2.Timeline | None = None,
+        weights_version: str = "",
     ) -> None:
         finished = output_processor_pb2.RequestFinished(
             slot=self.submit.slot,
@@ -326,6 +327,7 @@ class FakeRequest:
             attempts=1,
             timeline=timeline or types_pb2.Timeline(queued_ns=2_000_000, prefill_engine="engine-0"),
             routed_experts=routed_experts,
+            weights_version=weights_version,
         )
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
 

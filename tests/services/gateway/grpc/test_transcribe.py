@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.services.gateway.fakes import FakeMesh
-from tests.services.gateway.openai.ear import NO_STAMPS, STAMP, Ear, listening, piece_of, prompt_of, tokens
+from tests.services.gateway.openai.ear import NO_STAMPS, STAMP, Ear, listening, piece_of, prompt_of, say, tokens
 from tests.services.gateway.openai.test_transcription_limits import hold
 from tests.services.gateway.openai.test_transcriptions import LONG
 from tokenloom.client import AsyncClient, Client, TimedText
@@ -55,6 +55,16 @@ async def test_text_is_streamed_and_the_sound_named_last(ear: Ear) -> None:
     assert last == Response(seconds=0.8, language="de")
     assert not any(each.seconds or each.tokens for each in parts)
     assert [prompt_of(each) for each in ear.requests] == ["^", "^de1"]
+
+
+async def test_what_computed_it_is_named_last(ear: Ear) -> None:
+    def answer(request: Any) -> None:
+        say(request, tokens(" x"))
+        request.finish(weights_version="a", timeline=types_pb2.Timeline(mixed_numerics=True))
+
+    ear.answer = answer  # type: ignore[method-assign]
+    *_, last = await ask(ear, language="de")
+    assert (last.weights_version, last.mixed_numerics) == ("a", True)
 
 
 async def test_options_reach_the_model(ear: Ear) -> None:

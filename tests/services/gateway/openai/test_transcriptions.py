@@ -222,6 +222,29 @@ async def test_a_stream_has_the_log_probability_of_each_token(ear: Ear, texts: t
     assert [bytes(each["bytes"]) for each in done["logprobs"]] == list(texts)
 
 
+async def test_what_computed_the_pieces_is_named(ear: Ear) -> None:
+    versions, usual = {0: "a", 900: "a+b", 1900: "b"}, ear.answer
+
+    def answer(request: Any) -> None:
+        if request.submit.sampling_params.max_tokens == 1:
+            usual(request)
+            return
+        start, _ = piece_of(request)
+        say(request, LONG[start])
+        timeline = types_pb2.Timeline(mixed_numerics=start == 900)
+        request.finish(weights_version=versions[start], timeline=timeline)
+
+    ear.answer = answer  # type: ignore[method-assign]
+    fields = {"language": "de"}
+    for form in ("json", "verbose_json"):
+        whole = (await ear.post(2500, **fields, response_format=form)).json()
+        assert (whole["weights_version"], whole["mixed_numerics"]) == ("a+b", True)
+    *_, done = events_of((await ear.post(2500, **fields, stream="true")).text)
+    assert (done["weights_version"], done["mixed_numerics"]) == ("a+b", True)
+    versions |= {900: "b", 1900: "a"}
+    assert (await ear.post(2500, **fields)).json()["weights_version"] == "a+b+a"
+
+
 async def test_translations(ear: Ear) -> None:
     ear.heard = {0: tokens("| yes|", 0, 9)}
     answer = (await ear.post(900, route="translations", response_format="verbose_json")).json()

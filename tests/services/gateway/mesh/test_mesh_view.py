@@ -1,13 +1,18 @@
 """What the coordinator last reported of the engines, as the event loop and the thread of a scrape see it."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 from tests.loop_clock import pass_time
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.gateway.generation.admission import WaitEstimator
+from tokenloom.services.gateway.mesh import mesh_view
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS, MeshView
 from tokenloom.services.gateway.serving.mesh_gauges import MeshGauges
+from tokenloom.services.runtime.peers.hello import misfit_of
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_SERVING,
@@ -137,6 +142,28 @@ async def test_an_encoder_of_another_checkpoint_gets_no_files() -> None:
     assert [each.subject for each in fall_backs.active] == ["right"]
     taken(mesh, with_encoders(encoder("wrong", b"two"), engine=b"two"))
     assert (names(mesh), fall_backs.active) == (["wrong"], [])
+
+
+async def test_encoders_are_compared_with_each_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thousand engines, and not with each: the gateway has other things to do."""
+    compared: list[int] = []
+
+    def misfit(encoder: Fingerprint, engines: Iterable[Fingerprint]) -> str:
+        compared.append(len([*engines]))
+        return misfit_of(encoder, engines)
+
+    monkeypatch.setattr(mesh_view, "misfit_of", misfit)
+    engines = [entry(1, 0) for _ in range(9)]
+    for index, each in enumerate(engines):
+        each.identity.engine_id, each.number = f"engine-{index}", index
+        each.identity.fingerprint.weights = b"one" if index % 2 else b"two"
+    mesh = MeshView("", NO_CHANNELS)
+    mesh.follow_capacity(FINGERPRINT, lambda capacity: None)
+    shown = with_encoders(encoder("a", b"one"), encoder("b", b"three"), engine=b"one")
+    del shown.engines[:]
+    shown.engines.extend(engines)
+    taken(mesh, shown)
+    assert (compared, names(mesh)) == ([2, 2], ["a"])
 
 
 async def test_encoders_of_unknown_or_replaced_weights_are_used() -> None:

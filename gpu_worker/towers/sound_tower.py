@@ -11,7 +11,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from ..models.transformers.loading import quietly
 from .processor import Pixels
-from .tower import Rows, chosen_device, computed_dtype, drop_decoder, finite, round_layers
+from .tower import Rows, chosen_device, drop_decoder, finite, placed, round_layers
 
 
 class _Family(Protocol):
@@ -76,7 +76,7 @@ class SoundTower:
         if missing or report["mismatched_keys"]:
             raise ValueError(f"{path} lacks weights of its tower: {', '.join(sorted(missing)[:3])} …")
         body.decoder = body.language_model = None
-        self._body = body.to(device, computed_dtype(body, dtype, device)).eval()
+        self._body = placed(body, dtype, device).eval()
         self.device = device
         self._dtype = next(self._body.parameters()).dtype
         round_layers(self._body, self._dtype, quantization)

@@ -132,7 +132,7 @@ class Tower:
         for name in _DECODERS:
             if getattr(self._body, name, None) is not None:
                 setattr(self._body, name, None)
-        self._body = self._body.to(device, computed_dtype(self._body, dtype, device)).eval()
+        self._body = placed(self._body, dtype, device).eval()
         self._config = config
         known = inspect.signature(self._body.get_image_features).parameters
         self._known = frozenset(known)
@@ -201,11 +201,15 @@ def chosen_device(device: str, threads: int, quantization: str) -> str:
     return device
 
 
-def computed_dtype(body: Any, dtype: str, device: str) -> torch.dtype:
-    """Return in which numbers a tower computes that was loaded as ``dtype`` says."""
-    loaded: torch.dtype = next(body.parameters()).dtype
-    # A processor without instructions for float16 takes eight times as long for it as for bfloat16.
-    return torch.bfloat16 if (dtype, loaded) == ("auto", torch.float16) and device.startswith("cpu") else loaded
+def placed(body: Any, dtype: str, device: str) -> Any:
+    """Return a tower that was loaded as ``dtype`` says where it computes, in the numbers in which it does."""
+    if dtype == "auto" and device.startswith("cpu"):
+        # A processor without instructions for float16 takes eight times as long for it as for bfloat16. One by one:
+        # the frequencies of rotations stay float32.
+        for each in (*body.parameters(), *body.buffers()):
+            if each.dtype == torch.float16:
+                each.data = each.data.to(torch.bfloat16)
+    return body.to(device)
 
 
 def round_layers(body: Any, dtype: torch.dtype, quantization: str) -> None:

@@ -133,6 +133,18 @@ def test_float16_becomes_bfloat16_on_a_cpu(tmp_path: Path) -> None:
     assert not Tower(path, dtype="float16").is_bfloat16, "as it was asked for"
 
 
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_rotations_stay_float32(stored: str, tmp_path: Path) -> None:
+    path = write_whole_vision("qwen2_5_vl", tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"dtype": stored}
+    (path / "config.json").write_text(json.dumps(config))
+    tower = Tower(path)
+    assert tower.is_bfloat16
+    rotations = {name: each.dtype for name, each in tower._body.named_buffers() if "inv_freq" in name}
+    assert rotations
+    assert set(rotations.values()) == {torch.float32}
+
+
 def test_the_decoder_is_not_kept(tmp_path: Path) -> None:
     path = write_whole_vision("llava", tmp_path)
     names = [name for name, _ in Tower(path)._body.named_parameters()]

@@ -90,13 +90,15 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> Iterator[_Mapping]:
-    begin = end = 0
+    begin = end = num_own = 0
     rights = path = ""
     with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             field, _, rest = line.partition(" ")
             if field == "Anonymous:":
-                yield _Mapping(begin, end, path, "w" in rights, int(rest.split()[0]) > 0)
+                num_own = int(rest.split()[0])
+            elif field == "Swap:":  # behind the other; pages that were written to are in one or the other
+                yield _Mapping(begin, end, path, "w" in rights, num_own + int(rest.split()[0]) > 0)
             elif not field.endswith(":"):
                 begin, end = (int(address, 16) for address in field.split("-"))
                 rights, _offset, _device, _inode, *named = rest.rstrip("\n").split(maxsplit=4)

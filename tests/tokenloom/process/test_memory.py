@@ -1,13 +1,16 @@
 """Memory limits, over a file tree like the kernel's."""
 
 import ctypes
+import io
 import mmap
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tokenloom.process import memory
 from tokenloom.process.memory import available_memory, forget_libraries, forget_mapped, forget_start, peak_of
 
 KIB = 1024
@@ -143,6 +146,22 @@ def test_forgetting_never_loses_what_was_written(tmp_path):
     path.write_bytes(b"x" * 8192)
     mapped = np.memmap(path, dtype=np.uint8, mode="c")
     mapped[0] = ord("y")
+    forget_mapped([mapped.ctypes.data])
+    assert bytes(mapped[:2]) == b"yx"
+
+
+def test_what_the_system_swapped_out_was_written_to(tmp_path, monkeypatch):
+    """As of a library's relocated addresses, once the host was short of memory: reading them again gives the file's."""
+
+    def swapped(path, **options):
+        text = Path(path).read_text(**options)
+        return io.StringIO(re.sub(r"(Anonymous:)( +[1-9]\d* kB)([^-]*Swap:) +0 kB", r"\1 0 kB\3\2", text))
+
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * 8192)
+    mapped = np.memmap(path, dtype=np.uint8, mode="c")
+    mapped[0] = ord("y")
+    monkeypatch.setattr(memory, "open", swapped, raising=False)
     forget_mapped([mapped.ctypes.data])
     assert bytes(mapped[:2]) == b"yx"
 

@@ -457,7 +457,10 @@ class ModelRunner:
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
     def record_ahead(self) -> None:
-        """Record the steps whose recordings take long. No request may hold a block."""
+        """Record the steps whose recordings take long. No request may hold a block. Does nothing while the slots of
+        states are dropped."""
+        if self._states is not None and not self._states.layers:
+            return
         if self._recordings is not None and (self._routes is None or self._recordings.computes_every_step):
             states = None if self._states is None else self._states.dummy_plan([1])
             if self._routes is None:

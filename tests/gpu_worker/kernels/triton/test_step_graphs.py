@@ -133,6 +133,22 @@ def test_the_same_tokens_where_layers_keep_a_state(with_graphs, tmp_path):
     assert all(layer is None or layer.conv[:3].any(-1).any(-1).all() for layer in slots.layers)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_graphs_of_states_wait_for_the_slots(tmp_path):
+    """Of an engine asleep the weights may come back first."""
+    model, capture = load_model(write_model("qwen3_5_text", tmp_path), "float32", ops=TritonOps()), Replays()
+    backend, batch = TritonBackend(model.config, 16, CPU), InputBatch(1, 64, 16)
+    steps = make_device_steps(backend, batch, 1, CPU, StepTools(LateLink(), TritonRowKernels()), capture)
+    parts = RunnerParts(recordings=steps, states=StateSlots(model.config, 1, CPU))
+    runner = ModelRunner(model, backend, batch, num_blocks=8, parts=parts)
+    runner.drop_states()
+    runner.record_ahead()
+    assert capture.num_captures == 0
+    runner.make_states()
+    runner.record_ahead()
+    assert capture.num_captures == 1
+
+
 def test_other_backends_compute_their_steps_as_ever(model):
     backend, tools = make_attention_backend("torch", model.config, 16, CPU), StepTools(LateLink(), TritonRowKernels())
     assert make_device_steps(backend, InputBatch(4, 64, 16), 40, CPU, tools, Replays()) is None

@@ -58,7 +58,11 @@ class TowerGraphs:
             if is_new or len(self._graphs) >= _MAX_GRAPHS:
                 self._note(key)
                 return call(given)
-            self._graphs[key] = self._captured(given, call)
+            try:
+                self._graphs[key] = self._captured(given, call)
+            except torch.OutOfMemoryError:  # there may be room when the size comes again
+                self._seen.discard(key)
+                return call(given)
         if (found := self._graphs[key]) is None:
             return call(given)
         graph, inputs = found
@@ -71,9 +75,12 @@ class TowerGraphs:
     def _captured(
         self, given: dict[str, Tensor], call: Callable[[dict[str, Tensor]], Tensor]
     ) -> tuple[Graph, dict[str, Tensor]] | None:
+        """Return the graph of a call and what it reads; None: it has none. Raises ``torch.OutOfMemoryError``."""
         inputs = {name: tensor.clone() for name, tensor in given.items()}
         try:
             return self._capture(lambda: [call(inputs)]), inputs
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # a tower that asks the device for numbers in between, for example
             log.info("images of a size are computed without a graph: %s", error)
             return None

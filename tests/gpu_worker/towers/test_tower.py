@@ -94,6 +94,23 @@ def test_a_size_that_cannot_be_captured_is_computed_without_a_graph(tmp_path: Pa
     assert capture.num_calls == 1
 
 
+def test_a_size_without_room_for_its_graph_gets_one_later() -> None:
+    class FullOnce(OpCapture):
+        num_calls = 0
+
+        def __call__(self, compute: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().__call__(compute)
+
+    graphs, key = TowerGraphs(FullOnce()), (("pixels", (2,), b""),)
+    for value in range(5):
+        found = graphs.compute(key, {"pixels": torch.full((2,), float(value))}, lambda given: given["pixels"] * 2)
+        assert found.tolist() == [2.0 * value] * 2
+    assert graphs.num_replays == 2
+
+
 def test_graphs_are_refused_where_there_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leave tower_graphs out on cpu"):
         Tower(tmp_path, has_graphs=True)

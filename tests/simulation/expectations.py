@@ -18,6 +18,12 @@ _ENGINE_DEATHS = ("crash", "core_crash", "hang", "lie")
 """Kinds of faults that an engine's core does not survive."""
 _HELPER_DEATHS = {"helper_crash": 2, "helper_stop": NUM_HELPERS, "no_helper": 1}
 """How many processes that one conversation is rendered in can end by a fault."""
+_WRONG = {
+    "Output processors sent again and again": "output_processor",
+    "Tokenizers gave again and again": "tokenizer",
+    "The engines sent again and again": "engine",
+}
+"""How errors begin that say that only processes of a service were left that lie."""
 _RETRYABLE = (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.DEADLINE_EXCEEDED)
 
 
@@ -49,9 +55,10 @@ def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer)
             return True
         was_only_there = any(map(_ends_requests, happened)) and any(map(_keeps_from_output_processor, happened))
         return len(answer.gateways) > 1 and (was_only_there or any(map(_loses_requests, happened)))
-    if isinstance(error, Internal) and "again and again" in error.message:
-        return any(_leaves_liars_alone(fault, happened) for fault in happened)
     if isinstance(error, Internal):
+        for begin, service in _WRONG.items():
+            if error.message.startswith(begin):
+                return _leaves_liars_alone(service, happened)
         deaths = sum(_HELPER_DEATHS.get(fault.kind, 0) for fault in happened)
         return "while they rendered" in error.message and deaths >= MAX_DEATHS
     return error.code in _RETRYABLE
@@ -67,10 +74,10 @@ def _loses_requests(fault: Fault) -> bool:
     return fault.kind in ("crash", "drain", "lie") and _concerns(fault, "output_processor")
 
 
-def _leaves_liars_alone(fault: Fault, happened: Sequence[Fault]) -> bool:
-    """Return whether a fault may have taken what did the work of a process that lies."""
-    liars = [each.target for each in happened if each.kind == "lie" and each is not fault]
-    return any(_concerns(fault, liar.rpartition("-")[0]) for liar in liars)
+def _leaves_liars_alone(service: str, happened: Sequence[Fault]) -> bool:
+    """Return whether a process of a service lied, and another fault may have taken what did its work."""
+    of_service = [fault for fault in happened if _concerns(fault, service)]
+    return len(of_service) > 1 and any(fault.kind == "lie" for fault in of_service)
 
 
 def _keeps_from_output_processor(fault: Fault) -> bool:

@@ -261,6 +261,12 @@ def with_liars(plan: Plan) -> Plan:
     return replace(pair, asks=asks, faults=sorted([*plan.faults, *lies], key=lambda each: each.at))
 
 
+def with_lying_owner(plan: Plan) -> Plan:
+    """Return the plan with two engines that prefill and two that decode, of which one lies all the time whose KV others
+    read. No other fault happens."""
+    return replace(plan, roles=ROLES[-1], faults=[Fault("lie", 0.0, 2 * SECONDS, "engine-0")])
+
+
 def with_images(plan: Plan) -> Plan:
     """Return the plan with two encoders, and images in most prompts, of which many have the same tokens up to their
     image's end. The encoders are killed, stopped and cut off; some engines have hardly room for one image's rows."""

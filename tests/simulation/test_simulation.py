@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulation.bugs import reintroduced
 from tests.simulation.faults import KINDS
-from tests.simulation.plan import make_plan
+from tests.simulation.plan import Plan, make_plan, with_lying_owner
 from tests.simulation.runner import run_plan, run_seed
 
 SEEDS = (*range(40), 491)
@@ -23,6 +23,7 @@ CHAT_SEEDS = 12
 STATE_SEEDS = 12
 IMAGE_SEEDS = 12
 LIAR_SEEDS = 24
+OWNER_SEEDS = 16
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -96,7 +97,28 @@ def test_processes_that_lie_cost_no_answer(seed: int) -> None:
 
 def test_every_kind_of_process_lies() -> None:
     lies = sum((run_seed(seed, has_liars=True).lies for seed in range(LIAR_SEEDS)), Counter[str]())
-    assert {"EngineFrame", "ProcessFrame", "EngineInput", "EngineReport", "EncodeChatResponse", "Snapshot"} <= {*lies}
+    expected = ("EngineFrame", "ProcessFrame", "EngineInput", "EngineReport", "EncodeChatResponse", "Snapshot")
+    assert {*expected, "PickResults"} <= {*lies}
+
+
+def lying_owner(seed: int) -> Plan:
+    return with_lying_owner(make_plan(seed, KINDS))
+
+
+@pytest.mark.parametrize("seed", range(OWNER_SEEDS))
+def test_an_owner_of_kv_that_lies_costs_no_answer(seed: int) -> None:
+    """In a run with other liars too, no other engine often reads what it lies about."""
+    assert not run_plan(lying_owner(seed)).violations
+
+
+def test_an_owner_lies_about_its_blocks() -> None:
+    lies = sum((run_plan(lying_owner(seed)).lies for seed in range(OWNER_SEEDS)), Counter[str]())
+    assert {"AcquireResponse", "ReleaseResponse"} <= {*lies}
+
+
+def test_a_lie_about_blocks_that_is_believed_is_found() -> None:
+    with reintroduced("believed_blocks"):
+        assert any(run_plan(lying_owner(seed)).violations for seed in range(200))
 
 
 @pytest.mark.parametrize("bug", ["believed_tokens", "believed_prompts", "any_reason", "torn_loads"])

@@ -9,6 +9,7 @@ from . import failure
 from .answer import Progress, Sample
 from .exchange import Exchange
 from .http_request import ConnectionLost, ConnectionRefused, Response, send
+from .mix import Case
 from .openai_answer import EventReader
 from .openai_clients import refusal, send_json
 from .other_calls import constant
@@ -94,7 +95,7 @@ class TranscriptClient:
             address = self._gateways[at % len(self._gateways)]
             try:
                 async with send("POST", address, case.call.split(" ")[1], body, FORM) as response:
-                    exchange.answer.samples[0] = _sample(await _transcript(response, exchange))
+                    exchange.answer.samples[0] = _sample(case, await _transcript(response, exchange))
                     return
             except ConnectionRefused:
                 exchange.refused += 1
@@ -126,11 +127,11 @@ async def _transcript(response: Response, exchange: Exchange) -> str:
     return (await response.body()).decode()
 
 
-def _sample(text: str) -> Sample:
+def _sample(case: Case, text: str) -> Sample:
     """Return an answer without the figures that a step with other neighbours rounds differently, which are compared as
     log probabilities are."""
-    if not text.startswith("{"):
-        return Sample(text=text)
+    if case.streamed or not case.options["fields"].get("response_format", "json").endswith("json"):
+        return Sample(text=text)  # whatever it begins with
     answer = json.loads(text)
     figures = [part.pop(name) for part in answer.get("segments", ()) for name in ("avg_logprob", "no_speech_prob")]
     return Sample(text=json.dumps(answer, sort_keys=True), logprobs=figures)

@@ -93,6 +93,14 @@ async def test_a_stream_whose_pieces_are_not_its_text_has_failed() -> None:
             await TranscriptClient([address], "m").send(replace(transcription(streamed=True), gateway=0))
 
 
+async def test_a_text_that_begins_as_json_does_is_none() -> None:
+    options = {"file": b"RIFF", "fields": {"response_format": "text"}}
+    sent = Exchange(5, replace(transcription().case, options=options), 0, Progress(0.0), 10.0)
+    async with answering([unary("200 OK", b"{ hm")], []) as address:
+        await TranscriptClient([address], "m").send(sent)
+    assert sent.answer.samples[0].text == "{ hm"
+
+
 async def test_a_refused_transcription_is_not_sent_again() -> None:
     refused = unary("400 Bad Request", b'{"error": {"code": "invalid_argument", "message": "no sound"}}')
     async with answering([refused], []) as address:

@@ -250,9 +250,10 @@ def _kill_of(names: Sequence[str]) -> str:
     return "kill " + ", ".join(names)
 
 
-def _is_replaced(name: str, kind: str) -> bool:
-    """Return whether an entry is of what a kind of fault replaces by new processes."""
-    if not kind.startswith("kill "):
+def _is_replaced(name: str, kind: str, *, has_more: bool) -> bool:
+    """Return whether an entry is of what a kind of fault replaces by new processes. More processes than before
+    (``has_more``) do not replace those that were killed."""
+    if not kind.startswith("kill ") or (has_more and name.endswith(" processes")):
         return False
     killed = kind.removeprefix("kill the core of ").removeprefix("kill ").split(", ")
     return name.partition(" ")[0] in killed or any(f" {module} " in name for module in killed)
@@ -308,7 +309,9 @@ def compare(ledger: Ledger, before: Entry, kind: str) -> dict[str, tuple[int, in
         changes = difference(before, ledger.read()).items()
         # The descriptions of batches that have ended stay: a gateway lists them for its clients.
         return {
-            name: change for name, change in changes if not (name.endswith("in batches") or _is_replaced(name, kind))
+            name: (was, now)
+            for name, (was, now) in changes
+            if not (name.endswith("in batches") or _is_replaced(name, kind, has_more=now > was))
         }
 
     end = time.monotonic() + SETTLES_WITHIN

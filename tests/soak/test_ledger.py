@@ -17,11 +17,22 @@ def test_what_changed_is_named() -> None:
     assert ledger.difference(before, after) == {"b threads": (2, 3), "c threads": (0, 4)}
 
 
+def is_replaced(name: str, kind: str, *, has_more: bool = True) -> bool:
+    return ledger._is_replaced(name, kind, has_more=has_more)
+
+
 def test_only_what_was_killed_is_left_out() -> None:
     together = "kill engine-1, tokenizer-0, output_processor-0"
-    assert ledger._is_replaced("tokenizer-0 threads", together)
-    assert ledger._is_replaced("engine-1 core_main threads", "kill the core of engine-1")
-    assert ledger._is_replaced("tokenizer-1 render_worker threads", "kill render_worker")
-    assert not ledger._is_replaced("tokenizer-1 threads", together)
-    assert not ledger._is_replaced("tokenizer-1 threads", "kill render_worker")
-    assert not ledger._is_replaced("engine-1 threads", "stop engine-1, tokenizer-0")
+    assert is_replaced("tokenizer-0 threads", together)
+    assert is_replaced("engine-1 core_main threads", "kill the core of engine-1")
+    assert is_replaced("tokenizer-1 render_worker threads", "kill render_worker")
+    assert not is_replaced("tokenizer-1 threads", together)
+    assert not is_replaced("tokenizer-1 threads", "kill render_worker")
+    assert not is_replaced("engine-1 threads", "stop engine-1, tokenizer-0")
+
+
+def test_more_processes_than_were_killed_are_not_left_out() -> None:
+    name = "tokenizer-1 render_worker processes"
+    assert is_replaced(name, "kill render_worker", has_more=False)
+    assert not is_replaced(name, "kill render_worker")
+    assert not is_replaced("engine-1 core_main processes", "kill engine-1")

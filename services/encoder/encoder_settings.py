@@ -72,3 +72,14 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
         tuple[str, ...],
         "Hosts from which files are fetched: names, or *.name for all below one. Empty: requests carry their files.",
     ] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tower_graphs and self.device.startswith("cpu"):
+            raise ValueError(f"--tower-graphs: graphs of a tower are those of a GPU; leave it out on {self.device}")
+        if self.tower_quantization is None:
+            return
+        if self.device.startswith("cuda"):
+            raise ValueError(f"--tower-quantization: towers are rounded on CPUs only; leave it out on {self.device}")
+        if self.dtype == "float16":
+            raise ValueError("--tower-quantization: rounded towers compute in bfloat16 or float32; set another --dtype")

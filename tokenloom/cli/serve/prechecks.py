@@ -11,6 +11,7 @@ import typer
 from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.model_files.checkpoint import reads_sounds
 from tokenloom.preflight.host import (
     check_addresses,
     check_certificate,
@@ -25,7 +26,13 @@ from tokenloom.preflight.host import (
 from tokenloom.preflight.model import check_checkpoint, check_texts
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.engine.records.engine_settings import EngineSettings, KVEventsConfig, with_draft_path
+from tokenloom.services.encoder.encoder_settings import EncoderSettings
+from tokenloom.services.engine.records.engine_settings import (
+    EngineSettings,
+    KVEventsConfig,
+    may_have_gpu,
+    with_draft_path,
+)
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import CacheSalts
@@ -51,6 +58,7 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
     engine = settings.engine
     if any(options.encoder_counts):
         check_encoder_packages()
+        _check_towers(options)
     if settings.remote_vllm:  # what it computes, vLLM decides
         for path in paths:
             check_texts(path)
@@ -65,6 +73,20 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
                     f"Warning: {path} is untried with the installed transformers: the engine decides when it loads it",
                     err=True,
                 )
+
+
+def _check_towers(options: MeshOptions) -> None:
+    """Check that this machine and the models have the graphs that encoders are asked for. Raises ``CannotServe``."""
+    try:
+        settings = EncoderSettings.read(options.flags.get("encoder", ()), options.environment.get("encoder", {}))
+    except ValueError as error:
+        raise CannotServe(f"encoder: {error}") from None
+    if not settings.tower_graphs:
+        return
+    if settings.device == "auto" and not may_have_gpu():
+        raise CannotServe("encoder: --tower-graphs: torch finds no GPU here, whose graphs they are; leave it out")
+    if (sounds := next((model.path for model in options.models if reads_sounds(model.path)), None)) is not None:
+        raise CannotServe(f"encoder: --tower-graphs: {sounds} reads sounds, whose towers have no graphs; leave it out")
 
 
 def _with_drafts(engine: EngineConfig, path: Path) -> EngineConfig:

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.checkpoints.whole_sound import write_whole_sound
+from tests.checkpoints.whole_vision import write_whole_vision
 from tests.parity.state_checkpoints import write_model
 from tokenloom.cli.main import app
+from tokenloom.cli.serve import prechecks
 from tokenloom.cli.serve.serve_options import DECIDED, OFFERS, SETTINGS
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.records.engine_settings import EngineSettings
@@ -240,6 +243,25 @@ def test_models_are_checked_for_engines_over_which_experts_are_spread(started: l
     assert "is not supported with enable_expert_parallel over engines" in result.output
     result = CliRunner().invoke(app, [*spread, "--enable-eplb"])
     assert "enable_eplb: the model has no experts" in result.output, "there are several engines to balance"
+
+
+def test_graphs_of_towers_are_refused_where_there_are_none(
+    started: list[MeshOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a process starts: the encoder learns it last, when the rest of the mesh serves."""
+    images, sounds = str(write_whole_vision("llava", tmp_path)), str(write_whole_sound("whisper", tmp_path))
+    with_graphs = ("--tower-graphs", "--port", "0")
+    monkeypatch.setattr(prechecks, "may_have_gpu", lambda: False)
+    result = CliRunner().invoke(app, ["serve", images, *with_graphs])
+    assert (result.exit_code, started) == (2, [])
+    assert "encoder: --tower-graphs: torch finds no GPU here" in result.output
+    monkeypatch.setattr(prechecks, "may_have_gpu", lambda: True)
+    result = CliRunner().invoke(app, ["serve", sounds, *with_graphs])
+    assert (result.exit_code, started) == (2, [])
+    assert f"{sounds} reads sounds" in result.output
+    result = CliRunner().invoke(app, ["serve", images, *with_graphs, "--device", "cpu"])
+    assert "encoder: --tower-graphs: graphs of a tower are those of a GPU" in result.output
+    assert CliRunner().invoke(app, ["serve", images, *with_graphs]).exit_code == 0
 
 
 def test_engines_of_prefill_and_decode_form_whole_groups(started: list[MeshOptions]) -> None:

@@ -94,6 +94,11 @@ def _with_impl(numerics: str, impl: str) -> str:
     return f"{numerics}/{impl}" if ":" in impl else numerics
 
 
+def _draws_on(platform: Platform) -> torch.device:
+    """Return where tokens are drawn, and where plugins get logits that they take as tensors."""
+    return torch.device("cpu") if platform.make_sampler() is None else platform.device
+
+
 class ModelWorker:
     """Fulfils :class:`tokenloom.engine_core.executor.worker.Worker`."""
 
@@ -116,7 +121,7 @@ class ModelWorker:
         self._pages: PoolPages | None = None  # None: the pool is a device's
         self._drafting: Drafting | None = None
         self._pooler: Pooler | None = None
-        self._plugins = load_logits_plugins(config.plugins) if config.plugins else []
+        self._plugins = load_logits_plugins(config.plugins, _draws_on(platform)) if config.plugins else []
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._layers: PoolLayers | None = None

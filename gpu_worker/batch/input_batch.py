@@ -130,7 +130,9 @@ class InputBatch:
 
     def clear(self) -> None:
         """Forget every request."""
-        self.logits_processors = make_logits_processors([PluggedRows(plugin) for plugin in self._plugins])
+        self.plugged = [PluggedRows(plugin) for plugin in self._plugins]
+        """Those of the logits processors that are plugins, in order."""
+        self.logits_processors = make_logits_processors(self.plugged)
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobRows()
         self.prompt_embeds = PromptEmbeds()

@@ -288,7 +288,7 @@ class StepSampler:
         batch = self.batch
         if batch.only_draws and grammar is None:
             return NOTHING
-        demands, rows = RowDemands({}, {}), rows_of(inputs, places)
+        demands, rows = RowDemands({}, {}, plugins=batch.plugged), rows_of(inputs, places)
         masks = {} if grammar is None else _masks(grammar)
         forced = {} if grammar is None else grammar.forced
         columns = zip(places.tolist(), rows.tolist(), output_indices.tolist(), strict=True)
@@ -298,6 +298,8 @@ class StepSampler:
                 edit = demands.edits[index] = batch.logits_processors.describe(row, output_index)
                 edit.allowed += masks.get(req_id, ())
                 edit.forced = forced.get(req_id, -1)
+                if edit.is_plugged:
+                    demands.plugged[index] = row
             if row in batch.logprobs:
                 demands.logprobs[index] = batch.logprobs.wanted(row)
         return demands

@@ -1,8 +1,8 @@
 """Draws the tokens of a step on the device, so that only their ids and log probabilities come to the host, and keeps
 there which tokens the rows with penalties have seen, and how often they are in the outputs."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
@@ -116,6 +116,13 @@ class SamplerKernels(Protocol):
         ``wanted`` are the arrays of :class:`LogprobArrays` but for the first."""
 
 
+class DevicePlugin(Protocol):
+    """Changes logits by a plugin, where they lie."""
+
+    def apply_on_device(self, logits: Tensor, index_of: Mapping[int, int]) -> None:
+        """Change logits [rows, vocab] in place: the rows ``index_of[row]`` of those rows of the batch that ask."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowDemands:
     """Says what single rows of a step ask for, beside the draw of a token."""
@@ -124,6 +131,10 @@ class RowDemands:
     """By row of the logits."""
     logprobs: dict[int, tuple[int, Sequence[int]]]
     """How many of the best tokens, and which others, by row of the logits."""
+    plugged: dict[int, int] = field(default_factory=dict)
+    """The rows of the batch whose edits are plugged, by row of the logits."""
+    plugins: Sequence[DevicePlugin] = ()
+    """What changes them, one after the other."""
 
 
 NOTHING: Final = RowDemands({}, {})
@@ -136,10 +147,14 @@ class _DemandArrays:
     edits: EditArrays | None
     wanted: LogprobArrays | None
     left_out: Collection[int]
+    plugins: Sequence[DevicePlugin] = ()
+    plugged: Mapping[int, int] = field(default_factory=dict)
+    """Rows of the logits by those of the batch."""
+    later: EditArrays | None = None
+    """What follows the plugins."""
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        edits = () if self.edits is None else self.edits
-        return [*edits, *(() if self.wanted is None else self.wanted)]
+        return [array for part in (self.edits, self.later, self.wanted) if part is not None for array in part]
 
 
 _NO_DEMANDS: Final = _DemandArrays(None, None, ())
@@ -193,15 +208,25 @@ class DeviceSampler:
         self, logits: Tensor, columns: Sequence[Tensor], demanded: _DemandArrays, moved: Sequence[Tensor]
     ) -> SampledRows:
         num_edited = 0 if demanded.edits is None else len(demanded.edits)
-        edits, wanted = moved[:num_edited], moved[num_edited:]
+        num_later = 0 if demanded.later is None else len(demanded.later)
+        edits, later, wanted = (
+            moved[:num_edited],
+            moved[num_edited : num_edited + num_later],
+            moved[num_edited + num_later :],
+        )
         own = logits.index_select(0, wanted[0]) if wanted else logits  # before they are changed
         if edits:
             # On the device: a penalty, a mask or log probabilities of one request once brought the logits of all of
             # them to the host and cost a wait.
             self._kernels.change(logits, edits, self._words(logits))
+        for plugin in demanded.plugins:
+            plugin.apply_on_device(logits, demanded.plugged)
+        if later:
+            self._kernels.change(logits, later, self._words(logits))
         drawn = self._kernels.draw(logits, columns)
-        if demanded.edits is not None and (demanded.edits.slot_of >= 0).any():
-            self._kernels.count(self._words(logits), edits, drawn)
+        for arrays, tensors in ((demanded.edits, edits), (demanded.later, later)):
+            if arrays is not None and (arrays.slot_of >= 0).any():
+                self._kernels.count(self._words(logits), tensors, drawn)
         link, logprobs = self._link or link_of(logits.device), None
         if demanded.wanted is not None:
             own_tokens, most_listed = drawn.index_select(0, wanted[0]), int(demanded.wanted.listed.max())
@@ -229,12 +254,22 @@ class DeviceSampler:
                 left_out.add(row)
             else:
                 slots[row] = slot
-        edits = [demands.edits[row] for row in slots]
-        rows = [row for row in demands.logprobs if row not in left_out]
+        edits = {row: demands.edits[row] for row in slots}
+        rows, vocab = [row for row in demands.logprobs if row not in left_out], logits.shape[1]
+        wanted = LogprobArrays.of(rows, [demands.logprobs[row] for row in rows], vocab) if rows else None
+        if not demands.plugged:
+            return _DemandArrays(_arrays(edits, slots, vocab), wanted, left_out)
+        plugged = {demands.plugged[row]: row for row, edit in edits.items() if edit.is_plugged}
+        # Plugins see what masks and biases left, as on the host, so what follows them is a second change.
+        split = {row: edits[row].split() for row in plugged.values()}
+        first = edits | {row: before for row, (before, _) in split.items()}
         return _DemandArrays(
-            EditArrays.of(list(slots), edits, list(slots.values()), logits.shape[1]) if edits else None,
-            LogprobArrays.of(rows, [demands.logprobs[row] for row in rows], logits.shape[1]) if rows else None,
+            _arrays({row: edit for row, edit in first.items() if not edit.is_empty}, slots, vocab),
+            wanted,
             left_out,
+            demands.plugins,
+            plugged,
+            _arrays({row: after for row, (_, after) in split.items() if not after.is_empty}, slots, vocab),
         )
 
     def _slot(self, logits: Tensor, edit: RowEdit, output_index: int) -> int | None:
@@ -266,3 +301,9 @@ class DeviceSampler:
     ) -> list[int]:
         """Do what :meth:`start` does and wait for the token ids; ``NO_TOKEN`` if no logit is finite."""
         return [max(token_id, NO_TOKEN) for token_id in self.start(logits, params, output_indices).tokens.wait()]
+
+
+def _arrays(edits: Mapping[int, RowEdit], slots: Mapping[int, int], vocab: int) -> EditArrays | None:
+    """Put edits by row of the logits into columns; the counts of one without penalties are not looked at."""
+    chosen = [-1 if edit.penalties is None else slots[row] for row, edit in edits.items()]
+    return EditArrays.of(list(edits), list(edits.values()), chosen, vocab) if edits else None

@@ -75,6 +75,18 @@ class RowEdit:
     """The only token that may be drawn, whatever the others say; -1: none."""
     on_host: bool = False
     """Whether only :meth:`LogitsProcessor.apply` knows what becomes of the logits."""
+    is_plugged: bool = False
+    """Whether plugins change the logits where they lie: before penalties, and after what lists and masks say."""
+
+    def split(self) -> tuple["RowEdit", "RowEdit"]:
+        """Return what comes before the plugins, and what comes after them."""
+        return RowEdit(self.masked, self.allowed, self.bias), RowEdit(penalties=self.penalties, forced=self.forced)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is changed, but perhaps by plugins."""
+        lists = self.masked or self.allowed or self.bias is not None
+        return not lists and self.penalties is None and self.forced < 0
 
     def listed(self) -> tuple[Ints, npt.NDArray[np.float32]]:
         """Return tokens, each once, and what is added to their logits; -inf masks one."""

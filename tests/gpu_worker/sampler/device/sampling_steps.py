@@ -1,6 +1,6 @@
 """Draws several tokens for requests of all kinds, on the host or by what takes the place of a device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tokenloom.engine_core.data.scheduler_output import (
 )
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.gpu_worker.sampler.host.plugged_processors import LogitsPlugin
 from tokenloom.gpu_worker.sampler.step_sampler import StepSampler
 
 VOCAB = 100
@@ -37,11 +38,12 @@ class Steps:
         sampler: DeviceSampler | None,
         device: str = "cpu",
         vocab: int = VOCAB,
+        plugins: Sequence[LogitsPlugin] = (),
         **options: Any,
     ) -> None:
         self._device, self._vocab = device, vocab
         self._names = [f"r{index}" for index in range(len(requests))]
-        self._batch = InputBatch(len(requests), 64, 16)
+        self._batch = InputBatch(len(requests), 64, 16, plugins=plugins)
         self._sampler = StepSampler(self._batch, sampler, **options)
         self._news = [
             NewRequestData(name, PROMPT, [], CoreSamplingParams(max_tokens=9, seed=index, **values), [index], 0)

@@ -212,12 +212,8 @@ async def campaign(vllm: VLLMProcess, directory: Path, num_requests: int, report
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
-    # Otherwise a small model writes line breaks between two tokens until it is cut.
-    "json": ({"json": SCHEMA, "disable_any_whitespace": True}, lambda text: type(json.loads(text)["a"]) is bool),
-    "json_object": (
-        {"json_object": True, "disable_any_whitespace": True},
-        lambda text: isinstance(json.loads(text), dict),
-    ),
+    "json": ({"json": SCHEMA}, lambda text: type(json.loads(text)["a"]) is bool),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
     "regex": ({"regex": "[0-9]{3}x"}, lambda text: re.fullmatch("[0-9]{3}x", text) is not None),
     "choice": ({"choice": ["yellow", "purple"]}, lambda text: text in ("yellow", "purple")),
     "grammar": ({"grammar": 'root ::= "left" | "right"'}, lambda text: text in ("left", "right")),

@@ -333,7 +333,8 @@ def lacking(request: EngineCoreRequest, *, may_reason: bool = False) -> str:
     """Return what a request needs that the server does not do, in words; empty: nothing. ``may_reason``: whether the
     model reasons, so that a constraint begins where that ends, unless the prompt has ended it."""
     params, continues = request.sampling_params, bool(request.accepted_token_ids)
-    logprobs, is_constrained = params.logprobs, params.structured_output is not None
+    logprobs, constraint = params.logprobs, params.structured_output
+    is_constrained = constraint is not None
     may_reason = may_reason and request.reasoning_start != ReasoningStart.CLOSED
     needs = {
         "pooling": request.pooling_params is not None,
@@ -343,6 +344,9 @@ def lacking(request: EngineCoreRequest, *, may_reason: bool = False) -> str:
         "KV of another engine, or for one": request.lease_id or request.awaits_tokens or request.remote_kv is not None,
         "further inputs": request.resumable,
         "structured outputs after reasoning": is_constrained and may_reason,
+        # It takes both and reads neither: of blanks in JSON it knows what it was started with.
+        "disable_any_whitespace": constraint is not None and constraint.disable_any_whitespace,
+        "whitespace_pattern": constraint is not None and constraint.whitespace_pattern is not None,
         "thinking_token_budget": params.thinking_token_budget is not None,
         "bad_words": params.bad_words,
         "the rules of a transcript": params.transcript is not None,
@@ -404,12 +408,7 @@ def _constraint(output: StructuredOutput) -> dict[str, object]:
         source = msgspec.json.decode(output.source)
     elif output.kind is GrammarKind.JSON_OBJECT:
         source = True
-    found = {output.kind.value: source}
-    if output.disable_any_whitespace:
-        found["disable_any_whitespace"] = True
-    if output.whitespace_pattern is not None:
-        found["whitespace_pattern"] = output.whitespace_pattern
-    return found
+    return {output.kind.value: source}
 
 
 def to_logprobs(positions: Sequence[PositionLogprobs], top: int, vocab_size: int) -> Logprobs:

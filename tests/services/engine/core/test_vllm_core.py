@@ -51,6 +51,13 @@ from tokenloom.v1.types_pb2 import (
 
 PROMPT = [5, 6, 7]
 CONSTRAINED = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(regex="a"))
+
+
+def json_with(**options: Any) -> dict[str, Any]:
+    """The field of a request that constrains its output to JSON."""
+    return {"sampling_params": SamplingParams(structured_outputs=StructuredOutputs(json="{}", **options))}
+
+
 RANKED: dict[str, Any] = {
     "token_id": 1,
     "logprob": -1.0,
@@ -158,6 +165,8 @@ async def test_log_probabilities_have_the_alternatives_that_were_asked_for(host:
         ({"sampling_params": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs"),
         ({"sampling_params": SamplingParams(temperature=2.5)}, "a temperature above 2"),
         ({"sampling_params": SamplingParams(presence_penalty=1.0), "accepted_token_ids": [1]}, "presence_penalty"),
+        (json_with(disable_any_whitespace=True), "disable_any_whitespace"),
+        (json_with(whitespace_pattern=""), "whitespace_pattern"),
         ({"adapter": b"a" * 32}, "a LoRA adapter"),
         ({"priority": 3}, "priority"),
         ({"hold_kv": True}, "hold_kv"),
@@ -182,7 +191,7 @@ async def test_what_the_server_does_not_do_is_refused_by_name(
     [
         ({"regex": "a+"}, {"regex": "a+"}),
         ({"json": '{"type":"object"}'}, {"json": '{"type":"object"}'}),
-        ({"json_object": True, "disable_any_whitespace": True}, {"json_object": True, "disable_any_whitespace": True}),
+        ({"json_object": True}, {"json_object": True}),
         ({"choice": Choices(texts=["yes", "no"])}, {"choice": ["yes", "no"]}),
         ({"grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
     ],

@@ -18,6 +18,7 @@ from typing import Literal
 
 from tokenloom.gpu_worker.kernels.levels import available_levels
 from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, FOLDER, library_name, variants
+from tokenloom.process import hides_gpus
 from tokenloom.process.plugins import find_package, installed_packages
 from tokenloom.services.engine.records.engine_settings import may_have_gpu
 from tokenloom.services.runtime.host.limits import NEEDED
@@ -79,11 +80,11 @@ def _gpus(folder: Path, shown: str | None) -> Finding:
     if not names:
         return Finding("ok", "GPUs", "none that NVIDIA's driver lists: models are computed on the CPU")
     text = f"{len(names)} ({', '.join(sorted(set(names)))})"
-    if not may_have_gpu():
-        return Finding("warn", "GPUs", f"{text}, but the installed torch computes on CPUs: install one for CUDA")
-    if shown is not None and shown.strip() in ("", "-1"):
+    if shown is not None and hides_gpus(shown):
         text += f", but CUDA_VISIBLE_DEVICES={shown} hides them: models are computed on the CPU"
         return Finding("warn", "GPUs", text)
+    if not may_have_gpu():
+        return Finding("warn", "GPUs", f"{text}, but the installed torch computes on CPUs: install one for CUDA")
     if shown is not None:
         text += f", of which CUDA_VISIBLE_DEVICES shows {shown}"
     return Finding("ok", "GPUs", f"{text}: each engine of `tokenloom serve` takes the next ones")

@@ -21,6 +21,7 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, expanded, resolve
+from tokenloom.process import hides_gpus
 from tokenloom.process.plugins import check_named
 from tokenloom.request.chat_template import check_chat_template, names_plugin, read_chat_template
 from tokenloom.request.errors import NotFound, Unavailable
@@ -274,7 +275,9 @@ def _for_device(config: EngineConfig) -> SchedulerConfig:
     worker, scheduler = config.worker, config.scheduler
     if scheduler.async_scheduling is not None:
         return scheduler
-    has_gpu = worker.device == "cuda" or (worker.device == "auto" and may_have_gpu())
+    # The machines of a Ray cluster are others than this one, and there auto is refused unless one of them has a GPU.
+    is_on_ray = "ray" in (config.parallel.data_parallel_backend, config.parallel.distributed_executor_backend)
+    has_gpu = worker.device == "cuda" or (worker.device == "auto" and (is_on_ray or may_have_gpu()))
     return replace(scheduler, async_scheduling=worker.worker == "model" and has_gpu)
 
 
@@ -283,10 +286,13 @@ _GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
 def may_have_gpu() -> bool:
-    """Return whether the installed torch computes on GPUs, and this machine has one; neither is started for that."""
+    """Return whether the installed torch computes on GPUs, and this machine has one that the environment does not hide;
+    neither is started for that."""
     # Asking the driver, as torch does, would make CUDA unusable in the parts that are forked from this process.
     torch = find_spec("torch")
     if torch is None or torch.origin is None or not any(map(glob, _GPU_NODES)):
+        return False
+    if hides_gpus():
         return False
     version = (Path(torch.origin).parent / "version.py").read_text(encoding="utf-8")
     return re.search(r"^(cuda|hip)\b[^=]*= *['\"]", version, re.MULTILINE) is not None

@@ -49,10 +49,10 @@ def test_the_gpus_of_the_driver_are_listed(tmp_path: Path, monkeypatch: pytest.M
     assert findings._gpus(tmp_path, None).text.startswith("2 (NVIDIA H200): each engine")
     some = findings._gpus(tmp_path, "GPU-1f,1")
     assert (some.level, "CUDA_VISIBLE_DEVICES shows GPU-1f,1: each engine" in some.text) == ("ok", True)
-    for hidden in ("", "-1"):
+    monkeypatch.setattr(findings, "may_have_gpu", lambda: False)
+    for hidden in ("", "-1", "none"):
         found = findings._gpus(tmp_path, hidden)
         assert (found.level, "computed on the CPU" in found.text) == ("warn", True)
-    monkeypatch.setattr(findings, "may_have_gpu", lambda: False)
     found = findings._gpus(tmp_path, None)
     assert (found.level, "CUDA" in found.text) == ("warn", True)
 

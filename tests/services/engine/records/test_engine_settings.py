@@ -5,7 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenloom.engine_core.data.config import EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
+from tokenloom.engine_core.data.config import (
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.records import engine_settings
 from tokenloom.services.engine.records.engine_settings import EngineSettings, for_checkpoint
@@ -95,7 +101,14 @@ def test_a_gpu_needs_a_device_and_a_torch_for_it(
         engine_settings, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     )
     monkeypatch.setattr(engine_settings, "_GPU_NODES", (str(tmp_path / ("nvidia*" if has_node else "none*")),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert engine_settings.may_have_gpu() is expected
+    for hidden in ("", " ", "-1", "none", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert engine_settings.may_have_gpu() is False
+    for shown in ("1", "0,1", "GPU-1f", "MIG-1f"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert engine_settings.may_have_gpu() is expected
 
 
 @pytest.mark.parametrize(
@@ -117,3 +130,11 @@ def test_steps_overlap_by_default_where_a_gpu_computes(
     for chosen in (True, False):
         config = EngineConfig(worker=worker, scheduler=SchedulerConfig(async_scheduling=chosen))
         assert for_checkpoint(config, "").scheduler.async_scheduling is chosen
+
+
+@pytest.mark.parametrize("option", ["data_parallel_backend", "distributed_executor_backend"])
+def test_steps_overlap_by_default_where_ray_finds_the_gpus(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_settings, "may_have_gpu", lambda: False)
+    for device, expected in (("auto", True), ("cuda", True), ("cpu", False)):
+        config = EngineConfig(worker=WorkerConfig(device=device), parallel=ParallelConfig(**{option: "ray"}))
+        assert for_checkpoint(config, "").scheduler.async_scheduling is expected

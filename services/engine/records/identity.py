@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import ipaddress
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from tokenloom.engine_core.data.config import EngineConfig, MediaLimits, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import CoreReady
-from tokenloom.engine_core.data.kv_config import store_place
+from tokenloom.engine_core.data.kv_config import StorePlace, store_place
 from tokenloom.model_files import checkpoint
 from tokenloom.model_files.checkpoint import Stamp
 from tokenloom.process.plugins import described
@@ -82,9 +84,12 @@ class Identity:
 
     @property
     def kv_store(self) -> bytes:
-        """Stands for those blocks in the store of its settings; empty: there is none."""
-        url = self._engine.kv.store
-        return hashlib.sha256(self.kv + location_of(url).encode()).digest() if url else b""
+        """Stands for those blocks in the store of its settings; empty: there is none, or it is of the machine that Ray
+        has chosen for the core, which is not known here."""
+        url, is_on_ray = self._engine.kv.store, self._engine.parallel.data_parallel_backend == "ray"
+        if not url or (is_on_ray and _is_of_this_host(store_place(url))):
+            return b""
+        return hashlib.sha256(self.kv + location_of(url).encode(errors="surrogateescape")).digest()
 
     def hello(self) -> types_pb2.Hello:
         """Return the first message to a peer."""
@@ -116,21 +121,48 @@ class Identity:
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MOUNTS = Path("/proc/self/mountinfo")
 
 
-def location_of(store: str, boot_id: Path = BOOT_ID) -> str:
+def location_of(store: str, boot_id: Path = BOOT_ID, mounts: Path = MOUNTS) -> str:
     """Return what stores have in common that are the same one, of a URL as in :func:`.store_place`."""
     place = store_place(store)
-    if not place.folder:
+    if not _is_of_this_host(place):
         return f"{place.host}:{place.port}"
-    # Hosts differ in the boot, and containers of a host in the file system: only a volume that both have is shared. The
-    # folder's number would not do, since engines make a folder again that was removed.
-    known = [os.path.realpath(place.folder)]
+    known = list[str]()
     with contextlib.suppress(OSError):  # without /proc
         known.append(boot_id.read_text().strip())
+    if place.folder:
+        return ":".join((*known, _volume(os.path.realpath(place.folder), mounts)))
+    with contextlib.suppress(OSError):  # pods of a host have each their own
+        known.append(os.readlink("/proc/self/ns/net"))
+    return ":".join((*known, place.host, str(place.port)))
+
+
+def _is_of_this_host(place: StorePlace) -> bool:
+    """Return whether another host has another store at this place."""
+    try:
+        return bool(place.folder) or ipaddress.ip_address(place.host).is_loopback
+    except ValueError:
+        return place.host == "localhost"
+
+
+def _volume(folder: str, mounts: Path) -> str:
+    """Return the file system of a folder, which need not exist, and its path in there: what containers see at one path
+    may be two folders of a disk, and one folder may be at two paths."""
+    # The folder's number would not do, since engines make a folder again that was removed.
+    found, length = folder, -1
     with contextlib.suppress(OSError):
-        known.append(str(os.stat(place.folder).st_dev))
-    return ":".join(known)
+        for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            device, root, point = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), each) for each in line.split()[2:5])
+            point = point.rstrip("/")
+            if len(point) >= length and f"{folder}/".startswith(f"{point}/"):  # a later one hides an earlier one
+                found, length = f"{device}:{root.rstrip('/')}{folder[len(point) :]}", len(point)
+    return found
+
+
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+"""How blanks are written in the table of mounts."""
 
 
 def supervisor_of(state_file: Path, boot_id: Path = BOOT_ID) -> str:

@@ -216,7 +216,7 @@ class GroupHub:
     ) -> None:
         """``hello``: that of rank 0, whose group and facts the other ranks must share. ``secret``: what they must know;
         empty: nothing. ``takes_facts``: the hub was started before rank 0 knew its facts: those of the first rank that
-        comes count. Raises ``OSError``."""
+        joins count, as long as any rank is in the group. Raises ``OSError``."""
         self._hello, self._takes_facts = hello, takes_facts
         self._secret = secret
         self._listener = listen(address)
@@ -304,10 +304,10 @@ class GroupHub:
             return Refused("the secret of the group is another one; give all ranks the same file", permanent=True)
         if hello.group_id != self._hello.group_id:
             return Refused(f"the group here is {self._hello.group_id!r}, not {hello.group_id!r}", permanent=True)
-        with self._lock:
-            if self._takes_facts:
-                self._hello, self._takes_facts = hello, False
-            own = self._hello
+        return None
+
+    def _other_facts(self, hello: GroupHello) -> Refused | None:
+        own = self._hello
         for name in sorted({*own.facts, *hello.facts}):
             here, there = own.facts.get(name, "not set"), hello.facts.get(name, "not set")
             if here != there:
@@ -323,10 +323,16 @@ class GroupHub:
         with self._lock:
             if self._is_closed:
                 return False
+            is_first = self._takes_facts and not self._ranks.keys() - {rank}  # its predecessor may not have left yet
+            if not is_first and (refused := self._other_facts(hello)) is not None:
+                frames.send(refused)
+                return False
             letters = self._rounds.join(rank, hello)
             if letters and isinstance(refused := letters[0][1], Refused):
                 frames.send(refused)
                 return False
+            if is_first:
+                self._hello = hello
             self._ranks[rank] = frames
             self._send(letters)
             return True

@@ -34,11 +34,11 @@ GROUP = "experts"
 class Rank:
     """A rank's end of its connection."""
 
-    def __init__(self, address: str, rank: int) -> None:
+    def __init__(self, address: str, rank: int, facts: dict[str, str] | None = None) -> None:
         self._connection = connect(address)
         self._connection.settimeout(30)
         self._frames: Frames[ToRank] = Frames(self._connection, decoder_of(ToRank))
-        self.send(GroupHello(GROUP, rank, {}))
+        self.send(GroupHello(GROUP, rank, facts or {}))
         self.expect(Accepted())
 
     def send(self, message: object) -> None:
@@ -246,6 +246,26 @@ def test_a_hub_that_was_started_before_its_ranks_takes_the_facts_of_the_first(so
         with pytest.raises(ValueError, match="model is 'b' on rank 0 and 'a' on rank 1 of group"):
             GroupLink(address, GroupHello(GROUP, 0, {"model": "b"}), 2, timeout=30, has_hub_elsewhere=True)
         links.append(GroupLink(address, GroupHello(GROUP, 0, {"model": "a"}), 2, timeout=30, has_hub_elsewhere=True))
+    finally:
+        for link in links:
+            link.close()
+        hub.close()
+
+
+def test_facts_of_a_rank_that_has_left_bind_nobody(socket_dir: Path) -> None:
+    address = f"unix:{socket_dir}/early.sock"
+    hub = GroupHub(address, GroupHello(GROUP, 0, {}), 2, takes_facts=True)
+    links: list[GroupLink] = []
+    try:
+        wrong = Rank(address, 1, {"model": "a"})
+        with pytest.raises(OSError, match="rank 1 of the group has joined already"):
+            GroupLink(address, GroupHello(GROUP, 1, {"model": "b"}), 2, timeout=0, has_hub_elsewhere=True)
+        wrong.leave()
+        wrong.close()
+        for rank in (0, 1):
+            links.append(GroupLink(address, GroupHello(GROUP, rank, {"model": "b"}), 2, 30, has_hub_elsewhere=True))
+        with pytest.raises(ValueError, match="model is 'a' on rank 2 and 'b' on rank 0 of group"):
+            GroupLink(address, GroupHello(GROUP, 2, {"model": "a"}), 2, timeout=30, has_hub_elsewhere=True)
     finally:
         for link in links:
             link.close()

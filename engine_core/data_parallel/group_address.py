@@ -144,30 +144,40 @@ class Meeting(NamedTuple):
     secret: bytes
 
 
-def meeting_of(config: ParallelConfig, host: str) -> Meeting:
+def meeting_of(config: ParallelConfig, host: str, *, anew: bool = False) -> Meeting:
     """Return where the ranks of a group meet, for a client on this machine, which other machines reach at ``host``.
 
     If the configuration names a unix socket, all clients are on this machine: the first one chooses a port and a
-    secret, and writes both beside the socket, so that rank 0 is found again after it was lost. Raises ``ValueError``
-    for an address that others reach without a secret, ``OSError`` if no port is free.
+    secret, and writes both beside the socket, so that rank 0 is found again after it was lost. ``anew``: choose others,
+    because the port is not to be had any more. Raises ``ValueError`` for an address that others reach without a secret,
+    ``OSError`` if no port is free.
     """
     address = config.data_parallel_address
-    if not address.startswith(_PREFIX):
+    if not chooses_meeting(config):
         secret = read_secret(config.data_parallel_secret_file)
         check_address(address, has_secret=bool(secret))
         return Meeting(address, secret)
     path = Path(f"{address.removeprefix(_PREFIX)}.hub")
+    if anew:
+        path.unlink(missing_ok=True)
     while not path.exists():
         with socket.create_server((host, 0)) as probe:
             chosen = f"{host}:{probe.getsockname()[1]} {secrets.token_hex(32)}"
         own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-        own.touch(mode=0o600)
-        own.write_text(chosen)
-        with contextlib.suppress(FileExistsError):  # another client was first
-            path.hardlink_to(own)  # unlike a rename it replaces nothing
-        own.unlink()
+        try:
+            own.touch(mode=0o600)
+            own.write_text(chosen)
+            with contextlib.suppress(FileExistsError):  # another client was first
+                path.hardlink_to(own)  # unlike a rename it replaces nothing
+        finally:
+            own.unlink(missing_ok=True)
     written, secret_text = path.read_text().split()
     return Meeting(written, bytes.fromhex(secret_text))
+
+
+def chooses_meeting(config: ParallelConfig) -> bool:
+    """Return whether the clients of a group choose where its ranks meet, because all clients are on one machine."""
+    return config.data_parallel_address.startswith(_PREFIX)
 
 
 def new_nonce() -> bytes:

@@ -5,6 +5,7 @@ The hub counts the votes of the group, and decides who belongs to it.
 """
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -19,9 +20,11 @@ from .group_address import (
     Meeting,
     challenge_rank,
     check_address,
+    chooses_meeting,
     connect,
     is_of_this_host,
     listen,
+    meeting_of,
     new_nonce,
     notice_loss,
     peers_key,
@@ -543,11 +546,29 @@ def _say_hello(address: str, hello: GroupHello, secret: bytes, timeout: float) -
     return frames
 
 
-def start_hub(config: ParallelConfig, meeting: Meeting) -> GroupHub | None:
-    """Start the hub of a group whose cores Ray places, for the client of rank 0; None: another rank's. Raises
-    ``OSError``."""
+_PLACE_LOST = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+"""Another program has the port, or this machine has another address by now."""
+
+
+def open_meeting(config: ParallelConfig, host: str) -> tuple[Meeting, GroupHub | None]:
+    """Return where the ranks of a group meet whose cores Ray places, and its hub if this is the client of rank 0.
+    ``host``, errors: as of :func:`.meeting_of`; ``OSError`` also if the hub cannot listen there."""
+    meeting = meeting_of(config, host)
     if config.data_parallel_rank:
-        return None
+        return meeting, None
+    try:
+        return meeting, _start_hub(config, meeting)
+    except OSError as error:
+        if error.errno not in _PLACE_LOST or not chooses_meeting(config):
+            raise
+        # While nobody listened, the system gave the port to another program. Ranks that know the old one give up in
+        # time, and ask again where to meet when they are started anew.
+        log.warning("group %s meets at another port than %s: %s", config.group_id, meeting.address, error)
+        meeting = meeting_of(config, host, anew=True)
+        return meeting, _start_hub(config, meeting)
+
+
+def _start_hub(config: ParallelConfig, meeting: Meeting) -> GroupHub:
     hello, size = GroupHello(config.group_id, 0, {}), config.data_parallel_size
     return GroupHub(meeting.address, hello, size, meeting.secret, takes_facts=True)
 

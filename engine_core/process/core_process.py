@@ -26,8 +26,8 @@ from ..data.config import EngineConfig, ParallelConfig
 from ..data.errors import ExecutorFailedError, GroupLostError, PeerLostError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
-from ..data_parallel.group_address import Meeting, meeting_of
-from ..data_parallel.group_link import GroupLink, join_group, listening_workers, start_hub
+from ..data_parallel.group_address import Meeting
+from ..data_parallel.group_link import GroupLink, join_group, listening_workers, open_meeting
 from ..data_parallel.wave_loop import WaveLoop, WaveState
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
@@ -308,12 +308,11 @@ def run_engine_core(
 
 def _run_on_ray(handshake: zmq.Socket[bytes], init: CoreInit, command: Sequence[str], guard: ProcessGuard) -> int:
     """Run the core in an actor of a Ray cluster, and stand here for it. Returns its exit status."""
-    parallel, hub = init.config.parallel, None
+    parallel, meeting, hub = init.config.parallel, None, None
     try:
         remote = RemoteCore(init.config)
-        meeting = meeting_of(parallel, remote.host) if parallel.data_parallel_address else None
-        if meeting is not None:  # only a core knows whether its model has experts; without them nobody comes
-            hub = start_hub(parallel, meeting)
+        if parallel.data_parallel_address:  # only a core knows whether its model has experts; without them nobody comes
+            meeting, hub = open_meeting(parallel, remote.host)
         answer = remote.start(command, meeting)
     except Exception as error:
         handshake.send_multipart(encode(_failed(error)))

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.engine_core.data_parallel import group_link as hub
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
-from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink
+from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink, open_meeting
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
@@ -270,3 +272,29 @@ def test_facts_of_a_rank_that_has_left_bind_nobody(socket_dir: Path) -> None:
         for link in links:
             link.close()
         hub.close()
+
+
+def test_a_group_meets_elsewhere_once_another_program_has_its_port(socket_dir: Path) -> None:
+    config = ParallelConfig(
+        data_parallel_group="g",
+        data_parallel_size=2,
+        data_parallel_rank=0,
+        data_parallel_address=f"unix:{socket_dir}/g",
+    )
+    first, hub = open_meeting(config, "127.0.0.1")
+    assert hub is not None
+    hub.close()
+    again, hub = open_meeting(config, "127.0.0.1")
+    assert hub is not None
+    assert again == first, "ranks that have lost rank 0 find it again"
+    hub.close()
+    with listen(first.address):
+        other, hub = open_meeting(config, "127.0.0.1")
+    assert hub is not None
+    assert other.address != first.address
+    assert open_meeting(msgspec.structs.replace(config, data_parallel_rank=1), "127.0.0.1") == (other, None)
+    hub.close()
+    with listen("127.0.0.1:0") as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match="in use"):
+            open_meeting(msgspec.structs.replace(config, data_parallel_address=address), "127.0.0.1")

@@ -1,7 +1,6 @@
 """The engine's loop without I/O."""
 
 import contextlib
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -121,8 +120,9 @@ class EngineCore:
         self._watchdog.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
+        most = executor.max_concurrent_batches if self.scheduler.overlaps else 1
         # Loads planned with a step wait for one step before it, not for several.
-        self._max_in_flight = min(executor.max_concurrent_batches, 2 if self._connector is not None else sys.maxsize)
+        self._max_in_flight = min(most, 2) if self._connector is not None else most
         self._unsampled: tuple[SchedulerOutput, StepTransfers | None] | None = None
         """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability

@@ -280,8 +280,11 @@ class SchedulerConfig(Struct, frozen=True):
     enable_chunked_prefill: Annotated[bool, "Let the prefill of a prompt take several steps."] = True
     async_scheduling: Annotated[
         bool | None,
-        "Schedule the next step while one runs; by default where the model computes on a GPU. Of no use on a CPU.",
+        "Schedule the next step while one runs; by default where the model computes on a GPU (cuda), unless that "
+        "takes more steps. Of no use on a CPU.",
     ] = None
+    overlaps_by_default: bool = False
+    """Whether nobody has asked for ``async_scheduling``: steps overlap unless that takes more of them."""
     policy: Annotated[
         str,
         "Which waiting request is scheduled first: fcfs: the earliest; priority: the one with the "

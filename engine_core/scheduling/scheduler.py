@@ -88,11 +88,11 @@ class Scheduler:
         self._is_held = False
         self._is_stalled = False
         """Whether no request can run until something changes; each change that may let one run clears it."""
-        self._in_flight = StepsInFlight() if scheduler.async_scheduling or num_stages > 1 else None
         self._clock = clock
         self._recorder = recorder = StatsRecorder(clock, cache, scheduler)
         self._adapters = adapters
-        overlaps_drafts = speculative is not None and bool(scheduler.async_scheduling)
+        overlaps = bool(scheduler.async_scheduling)
+        overlaps_drafts = speculative is not None and overlaps
         defers_drafts = overlaps_drafts and num_stages == 1
         if defers_drafts and self._states is not None:
             # Right drafts beside a wrong one are computed again, by a step that was planned before: their rows stay
@@ -105,6 +105,9 @@ class Scheduler:
             self._states.defers = defers_drafts
             if defers_drafts:
                 scheduler = replace(scheduler, max_num_batched_tokens=num_others)
+            elif scheduler.overlaps_by_default:  # which saves less than twice as many steps cost
+                overlaps = overlaps_drafts = False
+        self._in_flight = StepsInFlight() if overlaps or num_stages > 1 else None
         self._most_tokens = scheduler.max_num_batched_tokens  # that a step plans, apart from drafts
         num_parts = max(num_stages, 2) if overlaps_drafts and not defers_drafts else num_stages
         self._planner = StepPlanner(scheduler, live, self.kv, self._remote, recorder, clock, adapters, num_parts)
@@ -115,6 +118,11 @@ class Scheduler:
         self._pooled = PooledRequests(pooling, kv_cache.max_model_len, clock)
         self.results = StepResults(live, self._in_flight, self.ended, recorder, self.drafts, self._pooled)
         self._preempted_req_ids: list[str] = []
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be planned while another one is in flight."""
+        return self._in_flight is not None
 
     # Requests come and go
 

@@ -278,7 +278,8 @@ def _for_device(config: EngineConfig) -> SchedulerConfig:
     # The machines of a Ray cluster are others than this one, and there auto is refused unless one of them has a GPU.
     is_on_ray = "ray" in (config.parallel.data_parallel_backend, config.parallel.distributed_executor_backend)
     has_gpu = worker.device == "cuda" or (worker.device == "auto" and (is_on_ray or may_have_gpu()))
-    return replace(scheduler, async_scheduling=worker.worker == "model" and has_gpu)
+    overlaps = worker.worker == "model" and has_gpu
+    return replace(scheduler, async_scheduling=overlaps, overlaps_by_default=overlaps)
 
 
 _GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")

@@ -299,11 +299,13 @@ STATE_BYTES = 4096
 """So much that a state is not kept at the end of each block."""
 
 
-def state_core(chunk: int, num_slots: int, executor: str = "late", **settings: Any) -> EngineCore:
-    """A core over a model whose layers keep a state."""
+def state_core(
+    chunk: int, num_slots: int, executor: str = "late", *, by_default: bool = False, **settings: Any
+) -> EngineCore:
+    """A core over a model whose layers keep a state. ``by_default``: nobody has asked for overlapping steps."""
     config = make_config(async_scheduling=True, **settings)
     cache = replace(config.cache, state_memory_bytes=num_slots * STATE_BYTES)
-    config = replace(config, cache=cache)
+    config = replace(config, cache=cache, scheduler=replace(config.scheduler, overlaps_by_default=by_default))
     worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=chunk, state_bytes=STATE_BYTES)
     core = EngineCore(config, EXECUTORS[executor](worker))
     assert core.scheduler.drafts is not None
@@ -323,6 +325,25 @@ def test_a_request_with_a_state_steps_every_time(accuracy: float, chunk: int, pl
     assert (stats.num_accepted_tokens > 0) == (accuracy > 0)
     # The last plans may be of steps behind the end, which a step with several right drafts brings nearer.
     assert len(planned) <= 60 - stats.num_accepted_tokens + 2
+    check_idle(core.scheduler)
+
+
+@pytest.mark.parametrize("by_default", [False, True])
+@pytest.mark.parametrize("lacks", ["room for drafts", "chunked prefill", "nothing"])
+def test_nobody_asked_for_steps_that_are_twice_as_many(lacks: str, by_default: bool) -> None:
+    """Where drafts cannot be deferred, a request is computed in every second of overlapping steps."""
+    budget, chunked = 20 if lacks == "room for drafts" else 256, lacks != "chunked prefill"
+    core = state_core(
+        1, 16, budget=budget, chunked=chunked, num_drafts=3, draft_accuracy=0, max_num_seqs=4, by_default=by_default
+    )
+    for name in "abcd":
+        core.add_request(make_request(name, PROMPT, 40))
+    for outputs in finish(core).values():
+        assert tokens_of(outputs) == expected_tokens(PROMPT, 40, VOCAB_SIZE, state_chunk=1)
+    is_deferred, is_alone = lacks == "nothing", by_default and lacks != "nothing"
+    assert core.scheduler.drafts is not None
+    assert (core.scheduler.drafts.defers, core.scheduler.overlaps) == (is_deferred, not is_alone)
+    assert (core.num_steps > 60) == (not is_deferred and not is_alone)
     check_idle(core.scheduler)
 
 

@@ -125,11 +125,13 @@ def test_steps_overlap_by_default_where_a_gpu_computes(
     worker: WorkerConfig, has_gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_settings, "may_have_gpu", lambda: has_gpu)
-    config = EngineConfig(worker=worker)
-    assert for_checkpoint(config, "").scheduler.async_scheduling is expected
+    found = for_checkpoint(EngineConfig(worker=worker), "").scheduler
+    assert (found.async_scheduling, found.overlaps_by_default) == (expected, expected)
     for chosen in (True, False):
-        config = EngineConfig(worker=worker, scheduler=SchedulerConfig(async_scheduling=chosen))
-        assert for_checkpoint(config, "").scheduler.async_scheduling is chosen
+        found = for_checkpoint(
+            EngineConfig(worker=worker, scheduler=SchedulerConfig(async_scheduling=chosen)), ""
+        ).scheduler
+        assert (found.async_scheduling, found.overlaps_by_default) == (chosen, False)
 
 
 @pytest.mark.parametrize("option", ["data_parallel_backend", "distributed_executor_backend"])

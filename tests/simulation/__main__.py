@@ -58,7 +58,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--chats", action="store_true", help="send chats and grammars, and kill what handles them")
     parser.add_argument("--states", action="store_true", help="serve a model that keeps a state")
     parser.add_argument("--images", action="store_true", help="send images, and kill what encodes them")
-    parser.add_argument("--liars", action="store_true", help="let processes send what none may send")
+    parser.add_argument("--liars", action="store_true", help="let parts send invalid messages")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 

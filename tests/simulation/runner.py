@@ -59,7 +59,7 @@ def run_seed(
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
     ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render. ``has_states``:
     with a model that keeps a state. ``has_images``: with images, which encoders turn into rows.
-    ``has_liars``: with processes that send what none may send."""
+    ``has_liars``: with parts that send invalid messages."""
     plan = make_plan(seed, kinds)
     plan = with_states(plan) if has_states else plan
     plan = with_administration(plan) if is_administered else plan

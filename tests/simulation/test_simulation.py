@@ -91,7 +91,7 @@ def test_a_bug_of_helpers_that_is_put_back_is_found(bug: str) -> None:
 
 @pytest.mark.parametrize("seed", range(LIAR_SEEDS))
 def test_processes_that_lie_cost_no_answer(seed: int) -> None:
-    """Engines, output processors and tokenizers send what none may send: others continue, with the right tokens."""
+    """Engines, output processors and tokenizers send invalid messages: others continue, with the right tokens."""
     assert not run_seed(seed, has_liars=True).violations
 
 

@@ -115,7 +115,7 @@ async def send_weights(
 
     Args:
         tensors: All of the checkpoint that the engines have loaded, by name, on any device, unchanged until this ends.
-        coordinator: Its address, as ``tokenloom ps`` shows it.
+        coordinator: Its address, as ``tokenloom ps --wide`` shows it.
         certificates: Folder with ``ca.crt``, ``operator.crt`` and ``operator.key``; None: the mesh has none.
 
     Raises ``TokenloomError`` with the name of an engine that does not take them, or if the mesh has no engine or does

@@ -25,7 +25,7 @@ KINDS: Final[Mapping[str, str]] = {
     # Seen by output processors.
     "last_snapshot": "The coordinator does not answer: requests are placed by its last snapshot.",
     # Seen by output processors and gateways.
-    "wrong_peer": "A part sent what no such part may send: it gets no requests that another one can run.",
+    "wrong_peer": "A part sent invalid messages: it gets no requests that another one can run.",
     # Seen by gateways.
     "old_view": "The coordinator does not answer: engines and limits are those of its last snapshot.",
     "other_tokenizer": "A tokenizer serves something else than the first one: it gets no calls.",

@@ -239,7 +239,7 @@ class OutputPool:
             self._wait(request)
 
     def on_wrong(self, stream: ProcessStream, request: PendingRequest) -> None:
-        """Place a request of which an output processor sent what none may send."""
+        """Place a request for which an output processor sent an invalid message."""
         request.lost(Cause.GONE, was_wrong=True)
         request.refused_by.append(stream)  # as long as there is another one
         self._wait(request)
@@ -248,7 +248,7 @@ class OutputPool:
         """Note that an output processor is left, or was restarted."""
         self._has_left = any(each.is_left for each in self._links)
         if link.is_left:
-            self._fall_backs.begin("wrong_peer", "its frames were such as no output processor may send", link.address)
+            self._fall_backs.begin("wrong_peer", "it sent invalid messages", link.address)
         else:
             self._fall_backs.end("wrong_peer", link.address)
 

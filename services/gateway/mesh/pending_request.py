@@ -256,7 +256,7 @@ class PendingRequest:
             message = "The output processor handling this request became unavailable, and its prompt was too large"
             self.fail(errors.Unavailable(f"{message} to be kept for another one; retry."))
         elif self._num_wrong >= MAX_WRONG:
-            self.fail(errors.Internal("Output processors sent again and again what none may send."))
+            self.fail(errors.Internal("Output processors sent invalid messages again and again."))
         elif len(self._ended_alone) >= MAX_LOSSES_ALONE:
             message = f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request"
             self.fail(errors.OutputProcessorKiller(f"{message}; report it to the operator before you send it again."))

@@ -89,7 +89,7 @@ class StreamOwner(Protocol):
         """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
 
     def on_wrong(self, stream: "ProcessStream", request: PendingRequest) -> None:
-        """Called when the output processor sent for a request what none may send; another one may continue it."""
+        """Called when the output processor sent an invalid message for a request; another one may continue it."""
 
     def on_left(self, link: "OutputLink") -> None:
         """Called when an output processor gets no requests any more that another one can run, or gets them again."""

@@ -287,7 +287,7 @@ class TokenizerClient:
         self._num_wrong[address] += 1
         if self._num_wrong[address] >= MAX_WRONG_FRAMES:
             self._left.add(address)
-            self._fall_backs.begin("wrong_peer", "its answers were such as no tokenizer may give", address)
+            self._fall_backs.begin("wrong_peer", "it gave invalid answers", address)
 
     def _forgive(self, address: str) -> None:
         """Forget what a replica has sent, which does not answer any more: it may be restarted."""
@@ -362,7 +362,7 @@ class CallRetries:
         if failure is None:
             self._num_wrong += 1
             if self._num_wrong == MAX_WRONG:
-                raise errors.Internal("Tokenizers gave again and again what none may give.")
+                raise errors.Internal("Tokenizers gave invalid answers again and again.")
             return
         if failure.code() not in _LOST:
             raise wire_errors.from_rpc(failure) from failure

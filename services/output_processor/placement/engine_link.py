@@ -454,7 +454,7 @@ class EngineLinks:
     def _note_wrong(self, key: EngineKey, num_wrong: int) -> None:
         self.num_wrong[key] = self.num_wrong.pop(key, 0) + num_wrong
         if self.num_wrong[key] >= MAX_WRONG_FRAMES:
-            detail = f"{MAX_WRONG_FRAMES} frames were such as no engine may send"
+            detail = f"{MAX_WRONG_FRAMES} of its messages were invalid"
             self._fall_backs.begin("wrong_peer", detail, key.engine_id)
         if len(self.num_wrong) > _MAX_WRONG_ENGINES:
             self._forget_wrong(next(iter(self.num_wrong)))

@@ -48,5 +48,5 @@ async def test_a_gateway(stub: Any, seed: int) -> None:
             error = wire_errors.from_rpc(failure)
             assert type(error) is not errors.Internal, error.message
             refused += 1
-    assert refused, "some are such as none may send"
+    assert refused, "some are invalid"
     assert [await method(request) for method, request in calls] == before

@@ -140,8 +140,9 @@ class Placement:
 
     def _with_room(self, pool: Pool, request: PickRequest, excluded: list[int], home: Home, at: int) -> Home:
         columns, rows, tokens = self._columns, pool.rows, request.prompt_tokens
-        here, is_able = int(columns.free_tokens[at]), columns.is_serving[at] and not columns.is_late[at]
-        if is_able and here > tokens and at not in excluded:
+        here = int(columns.free_tokens[at])
+        is_able = columns.is_serving[at] and not columns.is_late[at] and at not in excluded
+        if is_able and here > tokens:
             return home
         able = (columns.store[rows] == columns.store[at]) & (columns.role[rows] == columns.role[at])
         rows = rows[able & ~columns.is_late[rows] & ~np.isin(rows, excluded)]

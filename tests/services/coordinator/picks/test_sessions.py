@@ -284,8 +284,11 @@ def test_a_turn_waits_for_its_kv_where_no_store_has_it(stores: tuple[bytes, byte
     assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110)), session=9) == "b0*"
 
 
-def test_a_turn_leaves_an_engine_that_failed_it_for_one_of_its_store() -> None:
+@pytest.mark.parametrize("free", [1000, 50])
+def test_a_turn_leaves_an_engine_that_failed_it_for_one_of_its_store(free: int) -> None:
+    """Also for one that has no room now: the engine that failed it has some, which is of no use."""
     fleet = sharing(b"one", b"", b"one")
+    fleet.load("b2", running=3, free_kv_blocks=free)
     assert fleet.pick(BOTH, 1700, block_hash_prefixes=chain((1, 100)), session=9) == "b0*"
     failed = [EngineRef(engine_id="b0", epoch=1)]
     assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110)), session=9, exclude=failed) == "b2*"

@@ -119,7 +119,8 @@ async def send_weights(
         certificates: Folder with ``ca.crt``, ``operator.crt`` and ``operator.key``; None: the mesh has none.
 
     Raises ``TokenloomError`` with the name of an engine that does not take them, or if the mesh has no engine or does
-    not answer, ``ValueError`` as :func:`tensor_file`. Then no engine loads anything, and the call may be repeated.
+    not answer, ``ValueError`` as :func:`tensor_file`, and what reading a tensor raises. Then no engine loads anything,
+    and the call may be repeated.
     """
     # Here: a program with an engine of its own needs none of them.
     from tokenloom.request.errors import FailedPrecondition
@@ -176,10 +177,23 @@ async def _send(channels: "Channels", engine: "EngineIdentity", tensors: "Mappin
     from tokenloom.v1.engine_pb2 import StageWeightsRequest
     from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
-    async with channels.open(engine.address, "engine") as channel:
-        stream = (StageWeightsRequest(data=bytes(piece)) for piece in tensor_file(tensors))
+    failures: list[Exception] = []
+
+    def stream() -> "Iterator[StageWeightsRequest]":
         try:
-            answer = await EngineAdminStub(channel).StageWeights(stream)
+            for piece in tensor_file(tensors):
+                yield StageWeightsRequest(data=bytes(piece))
+        except Exception as error:  # of a tensor without data, or of its device: gRPC would only cancel the call
+            failures.append(error)
+            raise
+
+    async with channels.open(engine.address, "engine") as channel:
+        try:
+            answer = await EngineAdminStub(channel).StageWeights(stream())
+        except asyncio.CancelledError:
+            if failures:
+                raise failures[0] from None
+            raise
         except grpc.aio.AioRpcError as error:
             raise _named(wire_errors.from_rpc(error), engine.engine_id) from error
     return str(answer.path)

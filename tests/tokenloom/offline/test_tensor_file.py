@@ -63,6 +63,16 @@ async def test_wrong_tensors_are_named(socket_dir: Path, tmp_path: Path, other: 
             await send_weights(other | {"model.norm.weight": torch.zeros(2, dtype=torch.complex64)}, coordinator)
 
 
+async def test_a_tensor_that_cannot_be_read_is_no_cancellation(
+    socket_dir: Path, tmp_path: Path, other: Tensors
+) -> None:
+    engine = {"staged_weights_dir": str(tmp_path / "staged")}
+    name = next(reversed(other))
+    async with Mesh(socket_dir, engine=engine).running() as mesh:
+        with pytest.raises(NotImplementedError, match="meta"):
+            await send_weights(other | {name: other[name].to("meta")}, mesh.coordinator.settings.listen)
+
+
 async def test_a_coordinator_that_does_not_answer_is_named(socket_dir: Path, other: Tensors) -> None:
     with pytest.raises(Unavailable, match="the coordinator at unix:"):
         await send_weights(other, f"unix:{socket_dir}/nobody")

@@ -147,6 +147,7 @@ class SoundCalls:
                         found = dict(zip(columns.token_id, columns.logprob, strict=True))
                         silence = math.exp(found.get(traits.no_speech_id, -math.inf))
                 deltas = [] if generation.done else await generation.take()
+            _check_end(generation)
         return language, silence
 
     async def times(self, place: _Place, prompt: TokenizedPrompt, tokens: Sequence[HeardToken]) -> list[float]:
@@ -267,7 +268,7 @@ class Transcription:
                     yield tokens[num_settled:end], 0
                     num_settled = end
                 deltas = [] if generation.done else await generation.take()
-            ends, finished = generation.stop_token_ids, generation.finished[0]
+            ends, finished = generation.stop_token_ids, _check_end(generation)
         self.weights_version = _joined(self.weights_version, finished.weights_version)
         self.has_mixed_numerics |= finished.timeline.mixed_numerics
         avg_logprob = math.fsum(each.logprob for each in tokens) / max(len(tokens), 1)  # with what ends the output
@@ -284,6 +285,15 @@ class Transcription:
                 self.words += words_of(each.tokens, part, self.language, traits)
         self.segments += segments
         yield tokens[num_settled : slices[-1].end], advance
+
+
+def _check_end(generation: RunningGeneration) -> output_processor_pb2.RequestFinished:
+    """Return how a request ended. Raises ``Unavailable`` if engines ended it early, as in a pause: a transcript has no
+    place to say that words are missing in its midst."""
+    finished = generation.finished[0]
+    if finished.reason == types_pb2.FINISH_REASON_ABORT:
+        raise errors.Unavailable("The engines ended the request before the sound was heard; retry.")
+    return finished
 
 
 def _joined(versions: str, more: str) -> str:

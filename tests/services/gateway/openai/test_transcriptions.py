@@ -245,6 +245,25 @@ async def test_what_computed_the_pieces_is_named(ear: Ear) -> None:
     assert (await ear.post(2500, **fields)).json()["weights_version"] == "a+b+a"
 
 
+@pytest.mark.parametrize("aborted", [-1, 900])
+async def test_a_piece_that_engines_end_early_is_missed(ear: Ear, aborted: int) -> None:
+    """As in a pause. The answer was 200, and had a hole or no language. -1: the request that finds the language."""
+    usual, ear.heard = ear.answer, LONG
+
+    def answer(request: Any) -> None:
+        if (-1 if request.submit.sampling_params.max_tokens == 1 else piece_of(request)[0]) == aborted:
+            request.finish(types_pb2.FINISH_REASON_ABORT)
+        else:
+            usual(request)
+
+    ear.answer = answer  # type: ignore[method-assign]
+    refused = await ear.post(2500)
+    assert refused.status_code == 503
+    assert "before the sound was heard; retry" in refused.json()["error"]["message"]
+    *_, last = (await ear.post(2500, stream="true")).text.strip().split("\n\n")
+    assert "before the sound was heard; retry" in last
+
+
 async def test_translations(ear: Ear) -> None:
     ear.heard = {0: tokens("| yes|", 0, 9)}
     answer = (await ear.post(900, route="translations", response_format="verbose_json")).json()

@@ -1,4 +1,4 @@
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +20,7 @@ class Bytes:
         return tokenizer_pb2.DecodeResponse(text=text.removeprefix(" "))
 
 
-def submit_of(prompt: bytes, **text: bool) -> output_processor_pb2.Submit:
+def submit_of(prompt: bytes, **text: Any) -> output_processor_pb2.Submit:
     return output_processor_pb2.Submit(
         prompt=types_pb2.Prompt(token_ids=prompt), text=output_processor_pb2.TextOptions(**text)
     )
@@ -115,7 +115,7 @@ async def test_a_step_that_is_cancelled_is_not_computed_again() -> None:
         run.cancel()
         return submit(*arguments)  # type: ignore[arg-type]
 
-    pool.submit = cancelling  # type: ignore[method-assign]
+    pool.submit = cancelling  # type: ignore[assignment, method-assign]
     with pytest.raises(errors.Unavailable):
         await run.take()
     assert pool.names == ["r-0-0-0"]

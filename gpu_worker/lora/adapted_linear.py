@@ -294,10 +294,13 @@ class ExpertSlots:
 
     def missing(self, prefix: str, count: int) -> Iterator[ExpertLayer]:
         """Yield the layers of those of ``count`` experts below ``prefix`` that were not added: they are as those of
-        one that was."""
+        one that was. Raises ``ValueError`` if none was."""
         known = next((number for number in range(count) if f"{prefix}.{number}" in self._layers), None)
         if known is None:
-            return  # this rank has no expert, and rows that adapters change none to go to
+            raise ValueError(
+                f"enable_lora: this worker has none of the {count} experts, whose shapes adapters need: let at most "
+                f"{count} workers share them"
+            )
         layers = [layer for layer, _ in self._layers[f"{prefix}.{known}"].values()]
         for number in range(count):
             if f"{prefix}.{number}" not in self._layers:

@@ -162,8 +162,8 @@ class Experts:
             # This rank's rows may go to any expert, and its places may get any.
             checkpoint.adapt.spread(self._prefix, experts.count)
             if self._exchange is not None:
-                sizes = (config.hidden_size, experts.intermediate_size)
-                self._adapted_elsewhere = AdaptedElsewhere(self._prefix, checkpoint.adapt.experts, sizes)
+                sizes, like = (config.hidden_size, experts.intermediate_size), next(iter(self._experts.values()))
+                self._adapted_elsewhere = AdaptedElsewhere(self._prefix, checkpoint.adapt.experts, sizes, like)
         self._shared: _Shared | MLP | None = None
         if experts.shared_size:
             self._shared = _load_shared(checkpoint, prefix, config, ops, experts)
@@ -357,9 +357,12 @@ class AdaptedElsewhere:
     So an engine needs no adapter of another one's requests: each has others in its slots, or has not loaded them.
     """
 
-    def __init__(self, prefix: str, adapters: ExpertAdapters, sizes: tuple[int, int]) -> None:
-        """``prefix``: of the layer's experts. ``sizes``: of the model's states, and within an expert."""
+    def __init__(self, prefix: str, adapters: ExpertAdapters, sizes: tuple[int, int], like: MLP) -> None:
+        """``prefix``: of the layer's experts. ``sizes``: of the model's states, and within an expert. ``like``: any of
+        them, which all have one shape."""
         self._prefix, self._adapters = prefix, adapters
+        # Without its weights: this rank may have no expert any more when the group has grown.
+        self._like = GivenMLP(like, list).mlp
         self._hidden, self._inner = sizes
         self._wrapped: dict[int, GivenMLP] = {}
         """By the number of the expert in the model, as far as they were needed."""
@@ -386,9 +389,7 @@ class AdaptedElsewhere:
         """Return what the experts compute of ``rows`` [n, hidden_size], which are sorted by place as ``grouped`` says
         and have adapters in ``slots`` [n]. ``experts``: of this rank, by place. ``number_at`` returns the expert's
         number in the model."""
-        parts = [
-            (self._mlp(number_at(place), experts), part) for place, part in _slices(grouped) if trip.reaches(place)
-        ]
+        parts = [(self._mlp(number_at(place)), part) for place, part in _slices(grouped) if trip.reaches(place)]
         outputs = trip.carry(rows, lambda place, x: experts[place].layers[0](x), 2 * self._inner)
         inner = rows.new_zeros(len(rows), self._inner)
         try:
@@ -403,10 +404,9 @@ class AdaptedElsewhere:
             self._adapters.take(None)
         return results
 
-    def _mlp(self, number: int, experts: Mapping[int, MLP]) -> "GivenMLP":
+    def _mlp(self, number: int) -> GivenMLP:
         if number not in self._wrapped:
-            like = next(iter(experts.values()))  # all experts of a layer have one shape
-            self._wrapped[number] = GivenMLP(like, partial(self._adapters.wrap, f"{self._prefix}.{number}"))
+            self._wrapped[number] = GivenMLP(self._like, partial(self._adapters.wrap, f"{self._prefix}.{number}"))
         return self._wrapped[number]
 
 

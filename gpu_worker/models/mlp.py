@@ -94,18 +94,18 @@ class GivenMLP:
         """``like``: of the same shape. ``wrap``: returns the two layers so that adapters change them."""
         self._gate_up, self._down = _GivenOutputs(), _GivenOutputs()
         gate_up, down = wrap((self._gate_up, self._down))
-        self._mlp = like.with_layers(gate_up, down)
+        self.mlp = like.with_layers(gate_up, down)
 
     def inner(self, x: Tensor, outputs: Tensor) -> Tensor:
         """Return what goes into the second layer, of x [n, hidden_size] and the first one's ``outputs``, which it may
         change."""
         self._gate_up.outputs = outputs
-        return self._mlp.inner(x)
+        return self.mlp.inner(x)
 
     def down(self, inner: Tensor, outputs: Tensor) -> Tensor:
         """Return what the second layer computes, of what goes into it and its ``outputs``, which it may change."""
         self._down.outputs = outputs
-        return self._mlp.layers[1](inner)
+        return self.mlp.layers[1](inner)
 
 
 class _GivenOutputs:

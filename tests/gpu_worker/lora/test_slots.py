@@ -242,3 +242,10 @@ def test_a_slot_that_is_not_there_never_reaches_the_kernel() -> None:
     layer = Layer(torch.float32, ranks=(16, 4), use_kernel=True)
     with pytest.raises(AssertionError, match="slot 2 of 2, which is not there"):
         layer(torch.randn(2, INPUTS), [2, -1])
+
+
+def test_a_rank_without_experts_has_no_adapters_of_them() -> None:
+    """It would leave them out of its own requests' rows, which go to the experts of others."""
+    slots = LoraSlots(LoraConfig(enable=True), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"none of the 2 experts, .* let at most 2 workers share them"):
+        slots.spread("model.layers.0.mlp.experts", 2)

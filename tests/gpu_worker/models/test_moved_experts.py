@@ -1,9 +1,11 @@
 """The experts of a layer take over each other's weights as they are packed: floats, and integers and floats of few bits
 with their scales."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -19,8 +21,9 @@ from tokenloom.gpu_worker.layers.linear import make_linear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.decoder import expert_layers
-from tokenloom.gpu_worker.models.experts import Experts
+from tokenloom.gpu_worker.models.experts import AdaptedElsewhere, Experts
 from tokenloom.gpu_worker.parallel.experts.expert_exchange import ExpertExchange
+from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
 from tokenloom.gpu_worker.parallel.ranks import Ranks
 from tokenloom.gpu_worker.parallel.sharding import RankPlace
 
@@ -129,3 +132,31 @@ def test_biases_move_with_their_weights() -> None:
     moved = layers[0].with_state(layers[1].state())  # type: ignore[attr-defined]
     assert torch.equal(moved(x), expected)
     assert torch.equal(layers[0].take(moved)(x), expected)  # type: ignore[attr-defined]
+
+
+def test_adapters_change_experts_of_others_when_this_rank_has_none_any_more(
+    tmp_path: Path, save_checkpoint: SaveCheckpoint
+) -> None:
+    """A group that grows beyond the number of experts leaves some ranks without one."""
+
+    class Unchanged:
+        def wrap(self, prefix: str, layers: Sequence[Any]) -> list[Any]:
+            return list(layers)
+
+        def take(self, slots: Any) -> None:
+            """Do nothing."""
+
+    class Trip:
+        def reaches(self, place: int) -> bool:
+            return True
+
+        def carry(self, rows: torch.Tensor, run: Any, width: int) -> torch.Tensor:
+            return torch.full((len(rows), width), 2.0)
+
+    model = load_model(plain(tmp_path, save_checkpoint), "float32", ranks=SHARED)
+    like = next(iter(expert_layers(model)[0]._experts.values()))
+    adapters: Any = Unchanged()
+    elsewhere = AdaptedElsewhere("experts", adapters, (8, 4), like)
+    grouped, slots, trip = GroupedRows.sort(torch.tensor([[1], [0]])), np.zeros(2, np.int32), Trip()
+    rows: Any = elsewhere.compute(trip, torch.zeros(2, 8), grouped, slots, {}, lambda place: place)  # type: ignore[arg-type]
+    assert torch.equal(rows, torch.full((2, 8), 2.0))

@@ -42,6 +42,8 @@ class KVAcquire(msgspec.Struct, tag=True, array_like=True, gc=False):
     prompt_digest: bytes
     transports: list[str]
     """The reader's transports, best first."""
+    is_own: bool = False
+    """Whether this engine itself goes on from the KV: it needs no transport, and may serve none."""
 
 
 class KVProgress(msgspec.Struct, tag=True, array_like=True, gc=False):

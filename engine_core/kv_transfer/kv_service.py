@@ -208,8 +208,8 @@ class KVService:
         layout = self._compared_layout
         if call.kv_layout != layout or self._failpoints.fires("wrong_layout"):
             raise KVTransferError("layout", f"the owner's KV layout is {layout}, the reader's is {call.kv_layout}")
-        name = self._endpoints.choose(call.transports)
-        endpoint = self._endpoints.find(name) if name is not None else None
+        name = "" if call.is_own else self._endpoints.choose(call.transports)
+        endpoint = b"" if call.is_own else self._endpoints.find(name) if name is not None else None
         if name is None or endpoint is None:
             raise KVTransferError("transport", f"the owner serves {self._endpoints.names}, not {call.transports}")
         lease, ttl = self.leases.acquire(call.lease_id, call.prompt_digest)

@@ -242,9 +242,13 @@ async def test_kv_that_nobody_reads_is_given_back(socket_dir: Path, certificates
         await mesh.check_nothing_is_left()
 
 
-async def test_kv_that_is_there_already_is_held_no_longer(socket_dir: Path, certificates: Path) -> None:
-    settings = {**KV, "gateway": {"internal_listen": "127.0.0.1:0"}, "certificates": certificates}
-    async with SplitMesh(socket_dir, ("both",), **settings).running() as mesh, peer_of(certificates, mesh) as peer:
+@pytest.mark.parametrize(("role", "options"), [("both", KV["engine"]), ("decode", {"kv_transports": ("shm",)})])
+async def test_kv_that_is_there_already_is_held_no_longer(
+    socket_dir: Path, certificates: Path, role: str, options: dict[str, Any]
+) -> None:
+    """Also by an engine whose memory no other maps: its lease lasted to its end, and new weights waited for that."""
+    settings = {"engine": options, "gateway": {"internal_listen": "127.0.0.1:0"}, "certificates": certificates}
+    async with SplitMesh(socket_dir, (role,), **settings).running() as mesh, peer_of(certificates, mesh) as peer:
         (engine,) = mesh.engines
         params = (await generate(peer, HOLD))["kv_transfer_params"]
         assert engine.stats.num_leases == 1

@@ -136,7 +136,7 @@ async def test_the_halves_of_a_peers_request_have_the_same_weights(
         f"operator_tls_{name}": certificates / f"operator.{end}" for name, end in (("cert", "crt"), ("key", "key"))
     }
     gateway = KEYS | operator | {"internal_listen": "127.0.0.1:0"}
-    options = {"gateway": gateway, "certificates": certificates, "lease_seconds": 2.0}
+    options = {"gateway": gateway, "certificates": certificates}
     async with (
         running(socket_dir, tmp_path, 9, is_split=True, engines=2, **options) as (mesh, path, expected),
         mesh.http() as http,
@@ -150,7 +150,7 @@ async def test_the_halves_of_a_peers_request_have_the_same_weights(
             first = (await peer.post("/inference/v1/generate", json=body)).json()
             assert first["kv_transfer_params"]["remote_weights"][:16] == version_of(each)
             if then != each:
-                await load(http, then)  # when the lease has ended
+                await load(http, then, "abort")  # with "wait" when the lease has ended
             body = {"token_ids": PROMPTS[2], **read, "kv_transfer_params": first["kv_transfer_params"]}
             second = await peer.post("/inference/v1/generate", json=body)
             if then != each:

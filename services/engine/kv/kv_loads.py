@@ -381,7 +381,7 @@ class KVLoads:
             return
         digest, config = _digest(attempt.request, source), self._config
         acquired = await self._link.call(
-            lambda call_id: KVAcquire(call_id, source.lease_id, config.kv_layout, digest, list(config.transports))
+            lambda call_id: KVAcquire(call_id, source.lease_id, config.kv_layout, digest, [], is_own=True)
         )
         if (target := acquired.target) is not None:  # None: it has ended, or is of another prompt
             await self._link.call(lambda call_id: KVRelease(call_id, target.acquisition_id, target.generations))

@@ -134,6 +134,19 @@ def test_acquire_is_answered_when_the_endpoint_is_made(pool: KVPool, eager: Fake
     assert lazy.attended == [READ_SECONDS, READ_SECONDS, LINGER_SECONDS]
 
 
+def test_an_engine_ends_its_own_lease_without_a_transport(pool: KVPool, lazy: FakeTransport) -> None:
+    """Nor does it make the endpoint of one that waits for a reader."""
+    for transports in ([], [lazy]):
+        service, executor = service_of(pool, *transports)
+        service.receive(KVAcquire(1, b"lease", "layout", b"digest", [], is_own=True))
+        (answer,) = answers(service)
+        assert answer.target is not None
+        service.receive(KVRelease(2, answer.target.acquisition_id, answer.target.generations))
+        assert [answer.valid for answer in answers(service)] == [True]
+        assert len(service.leases) == 0
+        assert not executor.run_one()
+
+
 def test_acquire_falls_back_to_the_next_transport(pool: KVPool, eager: FakeTransport) -> None:
     broken = FakeTransport("broken", serves_on_demand=True, error=OSError("no such device"))
     service, executor = service_of(pool, broken, eager)

@@ -49,6 +49,7 @@ _MODELS = ("my-model", "large", "small")
 """Folders for which a reader has a model, and the check the demo model."""
 _READY_SECONDS = 300.0
 _TYPED_SECONDS = 3600.0
+_END_SECONDS = 60.0
 
 
 class Failed(Exception):
@@ -96,12 +97,20 @@ class Reader:
             self.type(Typed(page, 0, "make install"))
 
     def end(self) -> None:
-        """Stop what still serves, as Ctrl-C does."""
+        """Stop what still serves, as Ctrl-C does. Raises `Failed` for what goes on all the same, and kills it."""
+        deaf = []
         while self._servers:
             server = self._servers.pop()
             with contextlib.suppress(ProcessLookupError):  # it has ended, which is what failed
                 os.killpg(server.pid, signal.SIGINT)
-            server.wait(60)
+            try:
+                server.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+                deaf.append(str(server.args))
+        if deaf:
+            raise Failed(f"not ended by Ctrl-C within {_END_SECONDS:g} s: {'; '.join(deaf)}")
 
     def _run(self, text: str, given: str) -> tuple[int, str]:
         done = subprocess.run(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference, is_foreign, misfit_of
@@ -199,8 +199,9 @@ class MeshView:
         self._update_capacity()
 
     def check_source(self, kv: output_processor_pb2.KVHandover) -> None:
-        """Raise ``InvalidArgument`` for KV of an engine that the coordinator does not know, or for a first token that
-        the model does not have."""
+        """Raise ``InvalidArgument`` for KV of an engine that the coordinator does not know, ``Unavailable`` if that is
+        not known because the coordinator is away, ``InvalidArgument`` for a first token that the model does not have.
+        """
         if not kv.HasField("source"):
             return
         if self.limits is not None and kv.first_token_id >= self.limits.vocab_size:
@@ -210,6 +211,8 @@ class MeshView:
         known = {(entry.identity.engine_id, entry.identity.epoch) for entry in self._engines}
         if (source.engine_id, source.engine_epoch) not in known:
             message = f"kv_transfer_params: the registry has no engine {source.engine_id[:64]!r} of this incarnation"
+            if not self.connected:  # it may have come since
+                raise Unavailable(f"{message} yet, and the coordinator is away; retry")
             raise InvalidArgument(f"{message}; leave them out, and the prompt is computed again", "kv_transfer_params")
 
     @property

@@ -8,6 +8,7 @@ import pytest
 
 from tests.loop_clock import pass_time
 from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.gateway.generation.admission import WaitEstimator
 from tokenloom.services.gateway.mesh import mesh_view
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS, MeshView
@@ -23,6 +24,8 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineReport,
     Snapshot,
 )
+from tokenloom.v1.engine_pb2 import KVSource
+from tokenloom.v1.output_processor_pb2 import KVHandover
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_ENCODE, Fingerprint, ModelLimits
 
 FINGERPRINT = Fingerprint(model="m", tokenizer=b"t")
@@ -142,6 +145,19 @@ async def test_an_encoder_of_another_checkpoint_gets_no_files() -> None:
     assert [each.subject for each in fall_backs.active] == ["right"]
     taken(mesh, with_encoders(encoder("wrong", b"two"), engine=b"two"))
     assert (names(mesh), fall_backs.active) == (["wrong"], [])
+
+
+async def test_an_engine_that_may_have_come_is_no_fault_of_the_client() -> None:
+    mesh = MeshView("", NO_CHANNELS)
+    taken(mesh, whole(entry(1, 0)))
+    mesh.check_source(KVHandover(source=KVSource(engine_id="engine-1")))
+    other = KVHandover(source=KVSource(engine_id="engine-2"))
+    with pytest.raises(InvalidArgument, match="has no engine 'engine-2'"):
+        mesh.check_source(other)
+    mesh._lose("it died")
+    mesh.check_source(KVHandover(source=KVSource(engine_id="engine-1")))
+    with pytest.raises(Unavailable, match="the coordinator is away; retry"):
+        mesh.check_source(other)
 
 
 async def test_encoders_are_compared_with_each_version_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,8 @@ def _gguf_of_experts(path: Path) -> Any:
 
 
 def _gguf_of_states(path: Path) -> Any:
-    model = make_model("qwen3_5_text", **_SIZES)
+    # Value heads as large as a block: one that lay in two heads would be rounded otherwise in the file's order.
+    model = make_model("qwen3_5_text", **_SIZES, linear_value_head_dim=32)
     state_models.write(path, "qwen35", model, Kind.Q8_0, change=add_tokenizer)
     return model
 
@@ -277,6 +278,7 @@ def _plain_of(write: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 def _gguf_of_an_encoder(path: Path) -> None:
     writer = gguf.GGUFWriter(path, "bert")
+    add_tokenizer(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -96,6 +96,24 @@ async def test_a_chat_in_three_calls_is_a_chat_in_one(http: httpx.AsyncClient, n
     assert comparable(answer) == comparable(whole)
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_way_back_names_what_has_computed_the_tokens(
+    http: httpx.AsyncClient, kind: str, streams: bool
+) -> None:
+    """In each choice, where the answer in tokens has it; and nothing where that has nothing."""
+    body = CHAT if kind == "chat" else {"model": MODEL, "prompt": "The moon"}
+    path = "/v1/chat/completions/derender" if kind == "chat" else "/v1/completions/derender"
+    for origin in ({"weights_version": "0f" * 8, "mixed_numerics": True}, {"weights_version": "a1" * 8}, {}):
+        choice = {"index": 0, "token_ids": [300, 301, 302], "finish_reason": "length", **origin}
+        response = {"request_id": "r", "choices": [choice]}
+        whole = {"generate_response": response} if kind == "chat" else {"generate_responses": [response]}
+        sent = {f"{kind}_request": body} | ({"generate_chunk": response} if streams else whole)
+        answer = await post(http, path, sent | ({"stream": True, STATE: None} if streams else {}))
+        (found,) = (answer["chunk"] if streams else answer)["choices"]
+        assert {name: found[name] for name in ("weights_version", "mixed_numerics") if found.get(name)} == origin
+
+
 async def test_a_completion_of_several_prompts(http: httpx.AsyncClient) -> None:
     body = {"model": MODEL, "prompt": ["The moon", "A lamp"], "n": 2, "seed": 3, "max_tokens": 12, "logprobs": 2}
     whole = await post(http, "/v1/completions", body)

@@ -17,7 +17,7 @@ from tokenloom.engine_core.data.messages import ArrivedRows, EngineCoreOutput, E
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
 from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
-from tokenloom.services.engine.records.engine_settings import may_have_gpu
+from tokenloom.services.engine.records.engine_settings import may_find_gpu
 
 from .media import OfflineMedia, PromptMedia
 from .offline_request import CoreRefusal, OfflineRequest
@@ -79,7 +79,7 @@ def start_core(config: EngineConfig, *, has_own_process: bool) -> CoreClient:
     Raises ``ValueError`` for a wrong configuration or checkpoint, and ``EngineStartError`` for such a process.
     """
     if has_own_process or config.parallel.world_size > 1:
-        served_how(config, has_gpu=may_have_gpu())  # before processes start, of which each would find it out
+        served_how(config, has_gpu=may_find_gpu(config))  # before processes start, of which each would find it out
     if not has_own_process and config.kv.tier:
         raise ValueError(f"{config.kv.tier}: a core in this process loads no KV blocks; set engine_process=True")
     if not has_own_process:

@@ -22,7 +22,7 @@ from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
 from tokenloom.model_files.sentence_texts import read_modules
 from tokenloom.model_files.tokenizer_json import can_make_tokenizer, check_sentence_piece, has_byte_level_files
-from tokenloom.services.engine.records.engine_settings import may_have_gpu
+from tokenloom.services.engine.records.engine_settings import may_find_gpu
 
 from .model_place import check_place
 from .small_files import CannotServe, check_content, read_object
@@ -59,7 +59,9 @@ def answer(path: Path, options: EngineConfig | None = None) -> ServedHow:
     the weights can say the dtype."""
     options = options or EngineConfig()
     try:
-        return served_how(replace(options, worker=replace(options.worker, model=str(path))), has_gpu=may_have_gpu())
+        return served_how(
+            replace(options, worker=replace(options.worker, model=str(path))), has_gpu=may_find_gpu(options)
+        )
     except NoWeights:
         raise
     except ValueError as error:

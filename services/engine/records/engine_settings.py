@@ -275,11 +275,16 @@ def _for_device(config: EngineConfig) -> SchedulerConfig:
     worker, scheduler = config.worker, config.scheduler
     if scheduler.async_scheduling is not None:
         return scheduler
-    # The machines of a Ray cluster are others than this one, and there auto is refused unless one of them has a GPU.
-    is_on_ray = "ray" in (config.parallel.data_parallel_backend, config.parallel.distributed_executor_backend)
-    has_gpu = worker.device == "cuda" or (worker.device == "auto" and (is_on_ray or may_have_gpu()))
+    has_gpu = worker.device == "cuda" or (worker.device == "auto" and may_find_gpu(config))
     overlaps = worker.worker == "model" and has_gpu
     return replace(scheduler, async_scheduling=overlaps, overlaps_by_default=overlaps)
+
+
+def may_find_gpu(config: EngineConfig) -> bool:
+    """Return whether the workers of an engine may find a GPU, here or on the machines of a Ray cluster."""
+    # The machine that is asked for places in the cluster need have none. There auto is refused unless a node has one.
+    is_on_ray = "ray" in (config.parallel.data_parallel_backend, config.parallel.distributed_executor_backend)
+    return (is_on_ray and config.worker.device in ("auto", "cuda")) or may_have_gpu()
 
 
 _GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")

@@ -3,19 +3,22 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tests.gpu_worker.checkpoint.gguf.files import write_demo
 from tests.tokenloom.preflight.odd_checkpoints import CONFIG, good
 from tokenloom.cli.main import app
-from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.preflight.model import check_checkpoint
+from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig, WorkerConfig
+from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.preflight.model import answer, check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
+from tokenloom.services.engine.records import engine_settings
 
 
 def check(path: Path, max_model_len: int | None, **config: Any) -> None:
@@ -95,3 +98,17 @@ def test_a_tokenizer_that_is_not_read_is_named_before_a_start(
     write_demo(tmp_path / "demo.gguf", Kind.Q8_0, add)
     with pytest.raises(CannotServe, match=re.escape(message)):
         check_checkpoint(tmp_path / "demo.gguf")
+
+
+@pytest.mark.parametrize("option", ["data_parallel_backend", "distributed_executor_backend"])
+def test_workers_on_ray_may_have_gpus_that_this_machine_has_not(
+    option: Literal["data_parallel_backend", "distributed_executor_backend"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_settings, "may_have_gpu", lambda: False)
+    worker = WorkerConfig(device="cuda", quantization="fp8")
+    assert answer(DEMO_MODEL, EngineConfig(worker=worker, parallel=ParallelConfig(**{option: "ray"}))).by == "built in"
+    with pytest.raises(CannotServe, match="finds no GPU on this machine"):
+        answer(DEMO_MODEL, EngineConfig(worker=worker))
+    on_cpus = EngineConfig(worker=replace(worker, device="cpu"), parallel=ParallelConfig(**{option: "ray"}))
+    with pytest.raises(CannotServe, match="on a GPU only"):
+        answer(DEMO_MODEL, on_cpus)

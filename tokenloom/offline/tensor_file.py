@@ -119,8 +119,8 @@ async def send_weights(
         certificates: Folder with ``ca.crt``, ``operator.crt`` and ``operator.key``; None: the mesh has none.
 
     Raises ``TokenloomError`` with the name of an engine that does not take them, or if the mesh has no engine or does
-    not answer, ``ValueError`` as :func:`tensor_file`, and what reading a tensor raises. Then no engine loads anything,
-    and the call may be repeated.
+    not answer, ``ValueError`` as :func:`tensor_file` and for an empty address, and what reading a tensor raises. Then
+    no engine loads anything, and the call may be repeated.
     """
     # Here: a program with an engine of its own needs none of them.
     from tokenloom.request.errors import FailedPrecondition
@@ -129,6 +129,8 @@ async def send_weights(
     from tokenloom.services.runtime.peers.channels import Channels
     from tokenloom.services.runtime.peers.tls import MeshTLS
 
+    if not coordinator:
+        raise ValueError("coordinator is empty; tokenloom ps --wide shows its address")
     next(tensor_file(tensors))  # a dtype that does not go is found here: within a call it would only cancel that
     tls = None
     if certificates is not None:

@@ -76,3 +76,8 @@ async def test_a_tensor_that_cannot_be_read_is_no_cancellation(
 async def test_a_coordinator_that_does_not_answer_is_named(socket_dir: Path, other: Tensors) -> None:
     with pytest.raises(Unavailable, match="the coordinator at unix:"):
         await send_weights(other, f"unix:{socket_dir}/nobody")
+
+
+async def test_an_empty_address_is_the_callers_fault(other: Tensors) -> None:
+    with pytest.raises(ValueError, match="coordinator is empty"):
+        await send_weights(other, "")

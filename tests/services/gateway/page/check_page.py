@@ -79,7 +79,7 @@ class Checks(Findings):
         self.expect("7" in text, f"an answer streams: {text!r}")
         self.expect("prefill" in legend and "decode" in legend, f"its timeline: {legend}")
         await self.set("Max tokens", "400")
-        await self.ask("Count as far as you can.")
+        await self.ask("Tell me a story about a dragon.")
         await self.tab.until(f"{_ANSWER}.querySelector('.message-text').textContent.length > 2")
         await self.tab.press("Escape")
         await self.answered()

@@ -125,8 +125,8 @@ class MeshOptions(Struct, frozen=True):
     decode: Annotated[_Engines, "Engines that generate tokens from the KV blocks of prefill engines."] = 0
     data_parallel_size: Annotated[
         _Parts | None,
-        "Engines of one data-parallel group, instead of --engines; a request may name its engine with the header "
-        "X-data-parallel-rank. Those of --prefill, and those of --decode, form groups of so many.",
+        "Engines of a data-parallel group, instead of --engines, or of each of --prefill and --decode. The header "
+        "X-data-parallel-rank names one for a request.",
     ] = None
     data_parallel_size_local: Annotated[
         _Parts | None, "Engines of the group on this machine, with --data-parallel-hybrid-lb; by default all."

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import pytest
@@ -101,14 +101,15 @@ def test_a_tokenizer_that_is_not_read_is_named_before_a_start(
 
 
 @pytest.mark.parametrize("option", ["data_parallel_backend", "distributed_executor_backend"])
-def test_workers_on_ray_may_have_gpus_that_this_machine_has_not(
-    option: Literal["data_parallel_backend", "distributed_executor_backend"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_on_ray_may_have_gpus_that_this_machine_has_not(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_settings, "may_have_gpu", lambda: False)
     worker = WorkerConfig(device="cuda", quantization="fp8")
-    assert answer(DEMO_MODEL, EngineConfig(worker=worker, parallel=ParallelConfig(**{option: "ray"}))).by == "built in"
+    assert (
+        answer(DEMO_MODEL, EngineConfig(worker=worker, parallel=replace(ParallelConfig(), **{option: "ray"}))).by
+        == "built in"
+    )
     with pytest.raises(CannotServe, match="finds no GPU on this machine"):
         answer(DEMO_MODEL, EngineConfig(worker=worker))
-    on_cpus = EngineConfig(worker=replace(worker, device="cpu"), parallel=ParallelConfig(**{option: "ray"}))
+    on_cpus = EngineConfig(worker=replace(worker, device="cpu"), parallel=replace(ParallelConfig(), **{option: "ray"}))
     with pytest.raises(CannotServe, match="on a GPU only"):
         answer(DEMO_MODEL, on_cpus)

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import (
     EngineConfig,
@@ -138,5 +139,5 @@ def test_steps_overlap_by_default_where_a_gpu_computes(
 def test_steps_overlap_by_default_where_ray_finds_the_gpus(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_settings, "may_have_gpu", lambda: False)
     for device, expected in (("auto", True), ("cuda", True), ("cpu", False)):
-        config = EngineConfig(worker=WorkerConfig(device=device), parallel=ParallelConfig(**{option: "ray"}))
+        config = EngineConfig(worker=WorkerConfig(device=device), parallel=replace(ParallelConfig(), **{option: "ray"}))
         assert for_checkpoint(config, "").scheduler.async_scheduling is expected

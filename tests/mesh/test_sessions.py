@@ -100,7 +100,8 @@ async def test_without_sessions_the_load_alone_decides(socket_dir: Path) -> None
 @pytest.mark.parametrize("placement", ["score", "cost"])
 async def test_a_turn_without_room_loads_its_kv_elsewhere(socket_dir: Path, tmp_path: Path, placement: str) -> None:
     folder = tmp_path / "kv"
-    engine = {**ENGINE, "num_kv_blocks": 600, "kv_store": folder.as_uri(), "kv_store_bytes": 64 << 20}
+    # Room for the second turn beside the first one's blocks, which the store may still be saving.
+    engine = {**ENGINE, "num_kv_blocks": 640, "kv_store": folder.as_uri(), "kv_store_bytes": 64 << 20}
     mesh = Mesh(socket_dir, engines=2, engine=engine, coordinator={"placement": placement})
     async with mesh.running(), mesh.http() as http, asyncio.timeout(SOON):
         session = Session(http, 1)

@@ -327,8 +327,8 @@ class GroupHub:
             if self._is_closed:
                 return False
             is_first = self._takes_facts and not self._ranks.keys() - {rank}  # its predecessor may not have left yet
-            if not is_first and (refused := self._other_facts(hello)) is not None:
-                frames.send(refused)
+            if not is_first and (differs := self._other_facts(hello)) is not None:
+                frames.send(differs)
                 return False
             letters = self._rounds.join(rank, hello)
             if letters and isinstance(refused := letters[0][1], Refused):

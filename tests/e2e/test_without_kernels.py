@@ -32,7 +32,11 @@ def test_a_compiler_that_fails_is_shown_everywhere(serve: Serve, tmp_path: Path)
     mesh = serve(PATH=f"{tmp_path}:/usr/bin:/bin", XDG_CACHE_HOME=str(tmp_path / "cache"))
     rows = {row["service"]: row for row in mesh.ps()}
     doctor = subprocess.run(
-        (*COMMAND, "doctor", "--port", "0"), stdout=subprocess.PIPE, env=mesh.environment, text=True, check=False
+        (*COMMAND, "doctor", "--port", "0"),
+        stdout=subprocess.PIPE,
+        env={**mesh.environment, "COLUMNS": "1000"},  # so that no line is cut
+        text=True,
+        check=False,
     )
     health = json.loads(read(f"{mesh.url}/health"))
     assert f" Fall-back of engines: {REASON}. Ctrl-C stops it." in mesh.ready_line

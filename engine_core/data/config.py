@@ -284,7 +284,7 @@ class SchedulerConfig(Struct, frozen=True):
         "takes more steps. Of no use on a CPU.",
     ] = None
     overlaps_by_default: bool = False
-    """Whether nobody has asked for ``async_scheduling``: steps overlap unless that takes more of them."""
+    """Whether no option asks for ``async_scheduling``: steps overlap unless that takes more of them."""
     policy: Annotated[
         str,
         "Which waiting request is scheduled first: fcfs: the earliest; priority: the one with the "

@@ -561,7 +561,7 @@ def open_meeting(config: ParallelConfig, host: str) -> tuple[Meeting, GroupHub |
     except OSError as error:
         if error.errno not in _PLACE_LOST or not chooses_meeting(config):
             raise
-        # While nobody listened, the system gave the port to another program. Ranks that know the old one give up in
+        # While no process listened, the system gave the port to another program. Ranks that know the old one give up in
         # time, and ask again where to meet when they are started anew.
         log.warning("group %s meets at another port than %s: %s", config.group_id, meeting.address, error)
         meeting = meeting_of(config, host, anew=True)

@@ -265,7 +265,7 @@ class VllmBatchForm:
     """
 
     on_device = True
-    """As in vLLM, whose processors are told the device and get its tensors."""
+    """As in vLLM, whose processors get the device and its tensors."""
 
     def __init__(self, form: Any, device: torch.device) -> None:
         """``form``: the class, whose constructor takes vLLM's configuration, for which it gets None, the device and

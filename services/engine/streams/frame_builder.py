@@ -24,7 +24,7 @@ _LOGPROBS_BYTES = 48  # of one slot, without its positions
 _POSITION_BYTES = 9  # a float and a rank; an alternative (a float and a token id) has the same size
 _POOLED_BYTES = 64  # of one part without its numbers
 # Of the log probabilities of prompts in one frame. Each of the 14,000 becomes a text in the output processor, whose
-# event loop serves nobody else meanwhile: the 2,097,152 that one request may have took 0.6 s, these take 5 ms.
+# event loop serves no other request meanwhile: the 2,097,152 that one request may have took 0.6 s, these take 5 ms.
 _PROMPT_BYTES = 1 << 17
 _MIN_MESSAGE_BYTES = 1024
 _UNWANTED = (

@@ -19,7 +19,8 @@ from tests.parity.identical import Case
 KINDS_OF_TOKENS = {
     "gemma3": "token_type_ids",
     **dict.fromkeys(
-        ("gemma4_e2b", "gemma4_26b_a4b", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "mm_token_type_ids"
+        ("gemma4_e2b", "gemma4_26b_a4b", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+        "mm_token_type_ids",
     ),
 }
 """What a processor calls the marks of tokens that are of an image, where ``generate`` asks for them."""

@@ -112,10 +112,12 @@ def test_an_unknown_model_says_why(model: str, reason: str, tmp_path: Path, mirr
         fetch(tmp_path, model)
 
 
-def test_a_hub_that_is_offline_says_so(tmp_path: Path, mirror: HubMirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(NotFound, match="HF_HUB_OFFLINE=1 forbids downloads"):
-        fetch(tmp_path)
+def test_a_hub_that_is_offline_says_so(tmp_path: Path, mirror: HubMirror) -> None:
+    # Undone before the mirror ends: undone after it, the constant would stay as the mirror had set it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(NotFound, match="HF_HUB_OFFLINE=1 forbids downloads"):
+            fetch(tmp_path)
 
 
 def test_a_repository_without_a_model(tmp_path: Path, mirror: HubMirror) -> None:

@@ -41,8 +41,11 @@ class LoadResult:
     seconds: float
 
 
-def arrival_times(count: int, pace: Pace) -> list[float]:
-    """Return the ascending seconds since the start at which the requests begin."""
+def arrival_times(count: int, pace: Pace, recorded: Sequence[float | None] = ()) -> list[float]:
+    """Return the ascending seconds since the start at which the requests begin: those that were recorded, if all have
+    such times."""
+    if times := [at for at in recorded if at is not None]:
+        return sorted(times) if len(times) == count else arrival_times(count, pace)
     if math.isinf(pace.request_rate):
         width = min(count, pace.max_concurrency or count)
         return [min(i / width, 1.0) * pace.ramp_up for i in range(count)]
@@ -66,9 +69,10 @@ async def run_load(client: Client, prompts: Sequence[Prompt], pace: Pace, on_don
             on_done(outcome)
         return outcome
 
+    times = arrival_times(len(prompts), pace, [prompt.arrival for prompt in prompts])
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for prompt, arrival in zip(prompts, arrival_times(len(prompts), pace), strict=True):
+        for prompt, arrival in zip(prompts, times, strict=True):
             wait = started + arrival - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)

@@ -18,7 +18,7 @@ from tokenloom.request.errors import TokenloomError
 
 from ..load.arrivals import Done, LoadResult, Pace, run_load
 from ..load.bodies import Backend, ChatBody, CompletionBody
-from ..load.datasets import DatasetOptions, Prompt, make_prompts
+from ..load.datasets import DatasetName, DatasetOptions, Prompt, make_prompts
 from ..load.http_client import Body, Client, Endpoint
 from ..load.slo import Objectives
 from ..report import machine
@@ -78,12 +78,13 @@ def with_vocabulary(options: ServeOptions) -> tuple[ServeOptions, str]:
 
     Raises ``ValueError`` if the tokenizer is needed and not at hand.
     """
-    if options.vocab_size and options.backend is not Backend.OPENAI_CHAT:
+    needs_tokenizer = options.backend is Backend.OPENAI_CHAT or options.dataset.name is DatasetName.SHAREGPT
+    if options.vocab_size and not needs_tokenizer:
         return options, ""
     try:
         _tokenizer(options)
     except TokenloomError as error:
-        if options.tokenizer or options.backend is Backend.OPENAI_CHAT:
+        if options.tokenizer or needs_tokenizer:
             raise ValueError(f"{error.message}; --tokenizer names a directory or a hub id with a tokenizer") from None
         note = f"no tokenizer of {options.model!r} is at hand: prompts are random token ids below {_COMMON_IDS}"
         return replace(options, vocab_size=_COMMON_IDS), note
@@ -92,8 +93,12 @@ def with_vocabulary(options: ServeOptions) -> tuple[ServeOptions, str]:
 
 def prompts_for(options: ServeOptions) -> list[Prompt]:
     """Make the run's prompts of ids in the model's vocabulary. Raises ``ValueError``."""
-    vocab_size = options.vocab_size or _tokenizer(options).get_vocab_size(with_added_tokens=True)
-    return make_prompts(options.dataset, vocab_size)
+    if options.dataset.name is not DatasetName.SHAREGPT:
+        vocab_size = options.vocab_size or _tokenizer(options).get_vocab_size(with_added_tokens=True)
+        return make_prompts(options.dataset, vocab_size)
+    tokenizer = _tokenizer(options)
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    return make_prompts(options.dataset, size, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 async def run_serve(options: ServeOptions, prompts: list[Prompt], on_done: Done | None = None) -> ServeRun:
@@ -102,7 +107,7 @@ async def run_serve(options: ServeOptions, prompts: list[Prompt], on_done: Done 
     async with Client(endpoint, _body(options)) as client:
         if options.num_warmups:
             warmups = make_prompts(
-                replace(options.dataset, num_prompts=options.num_warmups, seed=options.dataset.seed - 1),
+                _warming(options),
                 1 + max(max(prompt.token_ids) for prompt in prompts),
             )
             await run_load(client, warmups, Pace(max_concurrency=options.pace.max_concurrency))
@@ -111,6 +116,13 @@ async def run_serve(options: ServeOptions, prompts: list[Prompt], on_done: Done 
         return ServeRun(
             result, _settings(options) | summarize(result, options.objectives, options.percents) | load.cores()
         )
+
+
+def _warming(options: ServeOptions) -> DatasetOptions:
+    """Return the dataset of the warm-up: of the same kind, but random instead of the requests of a file."""
+    name = DatasetName.RANDOM if options.dataset.dataset_path else options.dataset.name
+    seed = options.dataset.seed - 1
+    return replace(options.dataset, name=name, dataset_path="", num_prompts=options.num_warmups, seed=seed)
 
 
 def _body(options: ServeOptions) -> Body:

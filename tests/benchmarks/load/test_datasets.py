@@ -8,7 +8,7 @@ from tokenloom.bench.load.datasets import DatasetName, DatasetOptions, make_prom
 VOCABULARY = 1000
 
 
-@pytest.mark.parametrize("name", DatasetName)
+@pytest.mark.parametrize("name", [name for name in DatasetName if name not in ("trace", "sharegpt")])
 def test_the_same_options_give_the_same_prompts(name: DatasetName) -> None:
     options = DatasetOptions(name, num_prompts=8, input_len=16, long_input_len=32, prefix_len=8, range_ratio=0.5)
     prompts = make_prompts(options, VOCABULARY)

@@ -427,6 +427,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             check_report(report)
             if report.role == ENCODE:
                 raise InvalidArgument("an engine does not become an encoder", "role")
+            if report.role == EngineRole.ENGINE_ROLE_PREFILL and not stream.record.identity.kv_address:
+                raise InvalidArgument("an engine that serves no KV to others does not become a prefill engine", "role")
             is_further = report.progress != stream.record.report.progress
             self._registry.report(stream.record, report)
             if is_further:

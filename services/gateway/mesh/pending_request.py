@@ -62,7 +62,7 @@ MAX_LOSSES_ALONE = 3
 because it may be what ends them."""
 MAX_MEDIA_LOSSES = 5
 """How often a request's files may be lost, without any new output of it, until it ends: encoders may be too small."""
-MAX_WRONG = 3
+MAX_WRONG = 5
 """Streams that may end, because of a wrong frame, while they have a request and bring it no further."""
 Incarnation: TypeAlias = tuple[str, int]
 """The address and the epoch of an output processor: one that was restarted has another epoch."""

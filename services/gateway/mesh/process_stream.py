@@ -296,8 +296,9 @@ def _check_logprobs(part: pb.SlotTextLogprobs, vocab_size: int) -> None:
 
 log = logging.getLogger(__name__)
 
-MIN_BACKOFF, MAX_BACKOFF = 0.1, 0.2
-"""Seconds between two attempts to connect: a restarted output processor is used at once."""
+MIN_BACKOFF, MAX_BACKOFF, LEFT_BACKOFF = 0.1, 0.2, 1.0
+"""Seconds between two attempts to connect: a restarted output processor is used at once. The last one: to one that has
+sent wrong frames."""
 
 
 UNKNOWN_MARK = "0" * MARK_DIGITS
@@ -375,8 +376,10 @@ class OutputLink:
             # Detached before they are placed again: a late frame of the old stream must not reach a collector that
             # already gets the output from the new one.
             self._owner.on_lost(stream, stream.end())
+        # One that sends wrong frames gets requests only if there is no other, which may be starting again: a request
+        # ends after few such streams, and must not have them all within a tenth of a second.
         self._backoff = MIN_BACKOFF if was_used else min(self._backoff * 2, MAX_BACKOFF)
-        await asyncio.sleep(self._backoff)
+        await asyncio.sleep(LEFT_BACKOFF if self.is_left else self._backoff)
 
     def _note_wrong(self, stream: ProcessStream) -> None:
         before = [each for each in self._wrong if each == stream.incarnation]

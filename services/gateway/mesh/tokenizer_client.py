@@ -60,7 +60,7 @@ _Request: TypeAlias = (
     | tokenizer_pb2.EncodeTranscriptRequest
     | tokenizer_pb2.DecodeRequest
 )
-MAX_WRONG = 3
+MAX_WRONG = 5
 """Wrong answers to one call after which it ends."""
 _MAX_PACKED_BYTES = 8 << 20
 """Texts of more bytes are not packed: each byte may be a token, of four bytes, and a message may have 64 MiB."""
@@ -361,6 +361,8 @@ class CallRetries:
         self._debt.failed(Cause.SILENT)
         if failure is None:
             self._num_wrong += 1
+            # If there is no other replica than this one, one may be starting again.
+            self._delay = MAX_DELAY_SECONDS
             if self._num_wrong == MAX_WRONG:
                 raise errors.Internal("Tokenizers gave invalid answers again and again.")
             return

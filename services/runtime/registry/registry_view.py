@@ -108,7 +108,11 @@ class RegistryView:
     def take(self, message: Snapshot) -> bool:
         """Apply the next message; the view keeps it, so the caller must not change it. Returns False for a change to
         another revision than this view has: the watcher missed a message and has to watch again. Raises ``ValueError``
-        for columns that do not fit together."""
+        for columns that do not fit together, and for engines without a name."""
+        # Before anything is changed. Taken for one more engine, an entry without a name would also be one without a
+        # context, and the limits of a mesh are the smallest of its engines'.
+        if not all(map(_is_named, message.engines)):
+            raise ValueError("an engine has no name")
         if not message.base_revision:
             self._replace(message)
             return True
@@ -212,6 +216,11 @@ class RegistryView:
         # An engine that reports seldom keeps an old message, with the columns of a thousand others, alive.
         if self._num_pending >= _MAX_PENDING:
             self.update_loads()
+
+
+def _is_named(entry: EngineEntry) -> bool:
+    """Return whether an entry names its engine, unless it stands for one that is known by its number."""
+    return not entry.HasField("identity") or bool(entry.identity.engine_id)
 
 
 def _copy(shown: EngineEntry) -> EngineEntry:

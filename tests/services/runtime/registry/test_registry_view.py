@@ -142,3 +142,13 @@ def test_the_rule_is_that_of_the_last_message():
     assert view.placement == PlacementRule.PLACEMENT_RULE_UNSPECIFIED
     assert view.take(change(1, placement=PlacementRule.PLACEMENT_RULE_COST))
     assert view.placement == PlacementRule.PLACEMENT_RULE_COST
+
+
+@pytest.mark.parametrize("is_change", [False, True])
+def test_an_engine_without_a_name_is_refused_before_anything_changes(is_change: bool) -> None:
+    """Its context would be 0, and the smallest context of the engines is the mesh's: every request was too long."""
+    view = viewing(entry("a", 1))
+    wrong = [entry("b", 2), entry("", 3)]
+    with pytest.raises(ValueError, match="has no name"):
+        view.take(change(1, engines=wrong) if is_change else whole(*wrong))
+    assert [each.identity.engine_id for each in view.engines] == ["a"]

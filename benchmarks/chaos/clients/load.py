@@ -139,7 +139,9 @@ class Load:
             async with asyncio.timeout(exchange.seconds + 1.0):
                 await client.send(exchange)
         except TimeoutError:
-            raise failure.hung(f"no end after {exchange.seconds + 1.0:.0f} s") from None
+            tokens = sum(len(sample.token_ids) for sample in exchange.answer.samples.values())
+            calls = f"called again {exchange.resumed} times, refused {exchange.refused} times, {tokens} tokens"
+            raise failure.hung(f"no end after {exchange.seconds + 1.0:.0f} s ({calls})") from None
 
     def _keep(self, transport: str, exchange: Exchange) -> str | None:
         """Keep the first answer as the reference; return how a later one differs."""

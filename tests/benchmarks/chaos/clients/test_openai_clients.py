@@ -1,14 +1,18 @@
 """The plain client gives up where the resuming one calls again."""
 
+import asyncio
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from benchmarks.chaos.clients import gateway_probe
-from benchmarks.chaos.clients.answer import Progress
+from benchmarks.chaos.clients import gateway_probe, openai_clients
+from benchmarks.chaos.clients.answer import Answer, Progress
 from benchmarks.chaos.clients.exchange import Exchange
 from benchmarks.chaos.clients.failure import RequestFailed
 from benchmarks.chaos.clients.mix import Case
+from benchmarks.chaos.clients.openai_answer import take_event
 from benchmarks.chaos.clients.openai_clients import PlainClient, ResumingClient
 from tests.benchmarks.chaos.clients.fake_server import END, STREAM, answering, chunk, event
 
@@ -114,6 +118,73 @@ async def test_the_resuming_client_leaves_a_gateway_that_does_not_answer(monkeyp
             await ResumingClient([first, second], "m", "run").send(sent)
     assert sent.answer.samples[0].text == "whole"
     assert (sent.resumed, sent.refused) == (1, 0)
+
+
+@asynccontextmanager
+async def slow_gateway(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    """Yield the address of a gateway that answers each connection so, and keeps it open until the client leaves."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await answer(writer)
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()[:2]
+        yield f"{host}:{port}"
+
+
+async def test_gateways_that_are_all_slow_are_not_left_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, is_patient = list[float](), asyncio.Event()
+
+    async def until_lost(address: str, seconds: float) -> None:
+        waited.append(seconds)
+        if seconds < 10.0:
+            return  # no gateway answers its health check as soon as that
+        is_patient.set()
+        await asyncio.Event().wait()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await is_patient.wait()
+        writer.write(unary("200 OK", b'{"choices": [{"index": 0, "text": "whole", "token_ids": [1]}]}'))
+
+    monkeypatch.setattr(gateway_probe, "until_lost", until_lost)
+    monkeypatch.setattr(openai_clients, "_FIRST_WAIT", 0.0)
+    sent = exchange(streamed=False)
+    async with asyncio.timeout(30), slow_gateway(answer) as address:
+        await ResumingClient([address] * 2, "m", "run").send(sent)
+    assert sent.answer.samples[0].text == "whole"
+    assert waited == [1.5, 3.0, 6.0, 12.0]
+    assert sent.resumed == 3
+
+
+async def test_a_gateway_that_has_sent_output_is_left_as_soon_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, has_output = list[float](), asyncio.Event()
+
+    async def until_lost(address: str, seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) > 2:
+            await asyncio.Event().wait()
+        if len(waited) == 2:
+            await has_output.wait()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + (event("a", 1) if len(waited) < 3 else event("b", 2) + END))
+
+    def note(answer: Answer, data: str) -> bool:
+        has_output.set()
+        return take_event(answer, data)
+
+    monkeypatch.setattr(openai_clients, "take_event", note)
+    monkeypatch.setattr(gateway_probe, "until_lost", until_lost)
+    monkeypatch.setattr(openai_clients, "_FIRST_WAIT", 0.0)
+    sent = exchange()
+    async with asyncio.timeout(30), slow_gateway(answer) as address:
+        await ResumingClient([address] * 2, "m", "run").send(sent)
+    assert sent.answer.samples[0].text == "ab"
+    assert waited == [1.5, 3.0, 1.5]
 
 
 async def test_a_stream_without_event_ids_cannot_be_resumed() -> None:

@@ -228,6 +228,7 @@ compat: install ## serve requests with meshes whose parts are of this and of the
 simulate: install ## run 10,000 seeds of the simulated mesh, with faults of every kind, and find the bugs that it must find
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2 --chats --liars
+	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2 --chats --movers
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 	$(BIN)/python -m tests.simulation.waves --schedules 20000
 

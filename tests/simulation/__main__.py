@@ -28,11 +28,13 @@ def main() -> int:
     outcomes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     lies: Counter[str] = Counter()
+    moves: Counter[str] = Counter()
     violated: list[int] = []
     for seed, result in zip(seeds, _results(seeds, arguments), strict=True):
         outcomes += result.outcomes
         faults.update(fault.kind for fault in result.happened)
         lies += result.lies
+        moves += result.moves
         if result.violations:
             violated.append(seed)
         if result.violations or arguments.verbose:
@@ -42,6 +44,7 @@ def main() -> int:
     print("requests:", *(f"{count:8} {outcome}" for outcome, count in outcomes.most_common()), sep="\n")
     print("faults:", *(f"{count:8} {kind}" for kind, count in faults.most_common()), sep="\n")
     print(*(f"{count:8} lies: {kind}" for kind, count in lies.most_common()), sep="\n", end="\n" if lies else "")
+    print(*(f"{count:8} {kind}" for kind, count in moves.most_common()), sep="\n", end="\n" if moves else "")
     print(f"violated: {violated or 'none'}")
     return 1 if violated else 0
 
@@ -59,6 +62,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--states", action="store_true", help="serve a model that keeps a state")
     parser.add_argument("--images", action="store_true", help="send images, and kill what encodes them")
     parser.add_argument("--liars", action="store_true", help="let parts send invalid messages")
+    parser.add_argument("--movers", action="store_true", help="let clients repeat their requests at other gateways")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -76,6 +80,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 has_states=arguments.states,
                 has_images=arguments.images,
                 has_liars=arguments.liars,
+                has_movers=arguments.movers,
             )
         if result.violations:
             _show(result)
@@ -96,6 +101,7 @@ def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Re
         has_states=arguments.states,
         has_images=arguments.images,
         has_liars=arguments.liars,
+        has_movers=arguments.movers,
     )
     if jobs == 1:
         yield from map(run, seeds)

@@ -2,17 +2,18 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tokenloom.request.errors import TokenloomError
+from tokenloom.request.errors import Aborted, TokenloomError
 from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.records.generate_request import Chat, GenerateRequest
 from tokenloom.services.gateway.records.media import ClientFile, MediaPart
-from tokenloom.services.gateway.records.request_ids import NEW, ClientPosition, ResumeToken
+from tokenloom.services.gateway.records.request_ids import NEW, ClientPosition, ResumeToken, token_of_key
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
@@ -24,8 +25,9 @@ E = TypeVar("E", bound=BaseException)
 
 _LOOK_SECONDS = 0.05
 """How often a client looks whether its gateway lives."""
-_RETRY_SECONDS = 0.1
-"""How long a client waits before it continues its answer on another gateway."""
+_LONG_AWAY_SECONDS, _LONG_PATIENCE_SECONDS = 10.0, 5.0
+"""The request of a client that was away for so long may begin anew: the client must stay for as long as an answer
+takes."""
 _FINGERPRINT = b"simulation"
 """Stands for the digest of the request's body."""
 
@@ -46,6 +48,8 @@ class Answer:
         was_cancelled: The client went away.
         lost_gateway: Its gateway died, or none was there.
         was_cut: Its connection to a gateway that lives has ended.
+        num_moves: How often it has left a gateway that had not ended it.
+        num_taken: How often an earlier call, which its gateway served late, took it from a later one.
     """
 
     ask: Ask
@@ -60,6 +64,8 @@ class Answer:
     was_cancelled: bool = False
     lost_gateway: bool = False
     was_cut: bool = False
+    num_moves: int = 0
+    num_taken: int = 0
 
     @property
     def seconds(self) -> float:
@@ -80,6 +86,8 @@ class Client:
         self._mesh = mesh
         self._request_id = ""
         self._loop = mesh.network.loop
+        self._asking: asyncio.Task[None] | None = None
+        self._left: list[asyncio.Task[None]] = []  # calls that the client has left
 
     async def run(self) -> None:
         """Ask, and return when the request has ended."""
@@ -92,8 +100,9 @@ class Client:
                 answer.lost_gateway = True
             if not answer.lost_gateway or not answer.ask.resumes or self._seconds_left() <= 0.0:
                 break
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(min(answer.ask.away, max(self._seconds_left(), 0.1)))
         answer.ended_at = answer.ended_at or loop.time()
+        self._asking = None  # what the calls before still get is no part of the answer
 
     def _seconds_left(self) -> float:
         return self.answer.began_at + self.answer.ask.timeout - self._loop.time()
@@ -101,7 +110,7 @@ class Client:
     def _choose(self) -> Part | None:
         """Return a gateway that serves, like a load balancer in front of them; the client's own one if it does."""
         gateways = self._mesh.of_kind("gateway")
-        first = self.answer.ask.gateway
+        first = (self.answer.ask.gateway + self.answer.num_moves) % len(gateways)
         in_turn = [*gateways[first:], *gateways[:first]]
         return next((part for part in in_turn if part.is_serving), None)
 
@@ -111,15 +120,36 @@ class Client:
         assert process is not None
         self.answer.gateways.append(gateway.name)
         asking = self._loop.create_task(self._record(gateway.service.generator), context=process.context)
+        self._asking, leaves_at = asking, self._loop.time() + self._patience()
         while not asking.done():  # a process that dies ends nothing
             await asyncio.sleep(_LOOK_SECONDS)
             if process.is_dead and not asking.done():
+                return False
+            if self._loop.time() >= leaves_at and not asking.done():
+                self._leave(asking)
                 return False
             if self._must_cut() and asking.cancel():
                 self.answer.was_cut = True
                 await asyncio.wait([asking])
                 return False
-        return True
+        is_taken = self.answer.ask.patience is not None and isinstance(self.answer.error, Aborted)
+        if is_taken:  # by an earlier call, which its gateway has served late: the client takes the answer back
+            self.answer.error, self.answer.num_taken = None, self.answer.num_taken + 1
+        return not is_taken
+
+    def _patience(self) -> float:
+        """Return for how many seconds the client waits now for the end of its answer."""
+        ask = self.answer.ask
+        if ask.patience is None:
+            return math.inf
+        return ask.patience if ask.away < _LONG_AWAY_SECONDS or not self.answer.num_moves else _LONG_PATIENCE_SECONDS
+
+    def _leave(self, asking: "asyncio.Task[None]") -> None:
+        """Leave a call, of which its gateway learns later."""
+        self.answer.was_cut = True
+        self.answer.num_moves += 1
+        self._left.append(asking)  # the event loop holds no task
+        self._loop.call_later(self.answer.ask.unnoticed, asking.cancel)
 
     def _must_cut(self) -> bool:
         """Return whether the connection ends now: once, although the gateway lives."""
@@ -134,26 +164,35 @@ class Client:
         except TimeoutError:
             answer.was_cancelled = True
         except TokenloomError as error:
-            answer.error = _bare(error)
+            if self._is_current():
+                answer.error = _bare(error)
         except Exception as error:
             answer.bug = _bare(error)
-        answer.ended_at = asyncio.get_running_loop().time()
+        if self._is_current():
+            answer.ended_at = asyncio.get_running_loop().time()
+
+    def _is_current(self) -> bool:
+        """Return whether the call of this task is the client's last one."""
+        return asyncio.current_task() is self._asking
 
     async def _take(self, generator: Generator) -> None:
         delivered = self._delivered()
         async with generator.open(
             make_generate_request(self.answer.ask, max(self._seconds_left(), 0.01)), token=self._token()
         ) as generation:
-            self._request_id = generation.request_id if self.answer.ask.resumes else ""
+            if self._is_current():
+                self._request_id = generation.request_id if self.answer.ask.resumes else ""
             while not generation.done:
                 for delta in await generation.take():
                     for part, is_new in delivered.cut(delta):
-                        if is_new:
+                        if is_new and self._is_current():
                             self._add(part)
 
     def _token(self) -> ResumeToken:
         if not self.answer.ask.resumes:
             return NEW
+        if self.answer.ask.patience is not None:
+            return token_of_key("", f"key {self.answer.ask.seed} {self.answer.ask.at}", _FINGERPRINT, "key")
         return ResumeToken(self._request_id, _FINGERPRINT, resumes=bool(self._request_id))
 
     def _delivered(self) -> Delivered:

@@ -27,6 +27,10 @@ class Ask:
         has_grammar: Each engine that computes it compiles a grammar of its own for it.
         files: What the marks in the prompt stand for.
         cut_after: Seconds after which the client's connection to its gateway ends, so that it resumes; None: never.
+        patience: Seconds after which the client leaves a gateway that has not ended its answer, and repeats its request
+            under the same key at the next one, each time; None: it stays, and has no key.
+        unnoticed: Seconds after which a gateway learns that the client has left it.
+        away: Seconds that pass until the client calls the next gateway.
     """
 
     at: float
@@ -41,6 +45,9 @@ class Ask:
     gateway: int = 0
     resumes: bool = False
     cut_after: float | None = None
+    patience: float | None = None
+    unnoticed: float = 0.0
+    away: float = 0.1
     is_chat: bool = False
     has_grammar: bool = False
     files: tuple[bytes, ...] = ()
@@ -259,6 +266,24 @@ def with_liars(plan: Plan) -> Plan:
     lies = [Fault("lie", random.uniform(0.0, SECONDS), random.uniform(0.5, 4.0), name) for name in chosen]
     asks = [replace(ask, is_chat=ask.is_chat or random.random() < 0.5) for ask in plan.asks]
     return replace(pair, asks=asks, faults=sorted([*plan.faults, *lies], key=lambda each: each.at))
+
+
+def with_movers(plan: Plan) -> Plan:
+    """Return the plan with two gateways or more, and clients that take a slow one for lost: they leave it and repeat
+    their request elsewhere, again and again. Some gateways learn late that they were left, as busy ones do; some
+    clients return when what was kept for them is about to be forgotten, or was."""
+    random = Random(f"movers {plan.seed}")
+
+    def moved(ask: Ask) -> Ask:
+        patience, unnoticed = random.choice((0.05, 0.05, 0.1, 0.2, 0.5, 2.5)), random.choice((0.0, 0.0, 0.3, 3.0))
+        away = random.choice((0.1, 0.1, 0.1, 1.0, random.uniform(14.5, 15.5), random.uniform(59.5, 60.5)))
+        if ask.cancel_after is not None or random.random() < 0.3:
+            return ask
+        timeout = max(ask.timeout, 5.0 * away)
+        moving = replace(ask, resumes=True, cut_after=None, patience=patience, unnoticed=unnoticed)
+        return replace(moving, away=away, timeout=timeout)
+
+    return replace(plan, num_gateways=max(plan.num_gateways, 2), asks=list(map(moved, plan.asks)))
 
 
 def with_lying_owner(plan: Plan) -> Plan:

@@ -17,7 +17,18 @@ from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
 from .mesh import Mesh
 from .network import Network
-from .plan import Ask, Fault, Plan, make_plan, with_chats, with_images, with_liars, with_standby, with_states
+from .plan import (
+    Ask,
+    Fault,
+    Plan,
+    make_plan,
+    with_chats,
+    with_images,
+    with_liars,
+    with_movers,
+    with_standby,
+    with_states,
+)
 from .virtual_loop import VirtualLoop
 
 
@@ -30,6 +41,7 @@ class Result:
         happened: The faults of the plan that happened.
         outcomes: How many requests ended how.
         lies: How many messages were lies, by their types.
+        moves: How often clients left gateways, and how often an earlier call took the answer of a later one.
         trace: Hash of every write of the run.
         seconds: Virtual seconds of the run.
     """
@@ -40,6 +52,7 @@ class Result:
     happened: list[Fault] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     lies: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
     trace: str = ""
     num_frames: int = 0
     seconds: float = 0.0
@@ -55,17 +68,19 @@ def run_seed(
     has_states: bool = False,
     has_images: bool = False,
     has_liars: bool = False,
+    has_movers: bool = False,
 ) -> Result:
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
     ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render. ``has_states``:
     with a model that keeps a state. ``has_images``: with images, which encoders turn into rows.
-    ``has_liars``: with parts that send invalid messages."""
+    ``has_liars``: with parts that send invalid messages. ``has_movers``: with clients that leave slow gateways."""
     plan = make_plan(seed, kinds)
     plan = with_states(plan) if has_states else plan
     plan = with_administration(plan) if is_administered else plan
     plan = with_chats(plan) if has_chats else plan
     plan = with_images(plan) if has_images else plan
     plan = with_liars(plan) if has_liars else plan
+    plan = with_movers(plan) if has_movers else plan
     return run_plan(with_standby(plan) if has_standby else plan)
 
 
@@ -135,6 +150,8 @@ async def simulate(network: Network, plan: Plan, result: Result, on_idle: Callab
         group.create_task(operator.run())
     result.violations += operator.violations
     result.outcomes.update(map(_outcome, result.answers))
+    for answer in result.answers:
+        result.moves += Counter({"gateways left": answer.num_moves, "answers taken": answer.num_taken})
     result.violations += check_answers(result.answers, mesh, result.happened)
     result.violations += await check_idle_mesh(mesh)
     result.violations += [failure for part in mesh.parts.values() for failure in part.failures]

@@ -23,6 +23,7 @@ CHAT_SEEDS = 12
 STATE_SEEDS = 12
 IMAGE_SEEDS = 12
 LIAR_SEEDS = 24
+MOVER_SEEDS = 8
 OWNER_SEEDS = 16
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
@@ -93,6 +94,19 @@ def test_a_bug_of_helpers_that_is_put_back_is_found(bug: str) -> None:
 def test_processes_that_lie_cost_no_answer(seed: int) -> None:
     """Engines, output processors and tokenizers send invalid messages: others continue, with the right tokens."""
     assert not run_seed(seed, has_liars=True).violations
+
+
+@pytest.mark.parametrize("seed", range(MOVER_SEEDS))
+@pytest.mark.parametrize("has_chats", [False, True])
+def test_clients_that_leave_slow_gateways_get_their_answers(seed: int, has_chats: bool) -> None:
+    """They repeat a request under its key elsewhere, also when what was kept of it is forgotten."""
+    assert not run_seed(seed, has_chats=has_chats, has_movers=True).violations
+
+
+def test_clients_leave_gateways_that_learn_it_late() -> None:
+    moves = sum((run_seed(seed, has_chats=True, has_movers=True).moves for seed in range(20)), Counter[str]())
+    assert moves["gateways left"] > 100
+    assert moves["answers taken"] > 0
 
 
 def test_every_kind_of_process_lies() -> None:

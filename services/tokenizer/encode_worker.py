@@ -7,14 +7,16 @@ other. Here that stops no heartbeat, and the memory is limited. The process exch
 
 import os
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
 from tokenloom.process import helper_pipe
 from tokenloom.request import errors
+from tokenloom.request.packed_ids import num_ids
 from tokenloom.v1.tokenizer_pb2 import DecodeRequest, EncodeChatRequest, EncodeChatResponse, EncodeRequest
-from tokenloom.v1.types_pb2 import MediaItem
+from tokenloom.v1.types_pb2 import MediaItem, ReasoningStart
 
 from .encoder import TextEncoder
 from .spelled_tokens import Rendered
@@ -44,19 +46,31 @@ class EncodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
         request: An ``EncodeRequest``, or the wishes of an ``EncodeChatRequest`` with ``text``, or a ``DecodeRequest``.
         text, masks: Of the rendered conversation.
         media: The images and sounds that it holds, each a ``MediaItem`` without places.
+        reasoning_start: How the conversation leaves the model's reasoning, as ``TokenizedPrompt`` has it.
+        chunks: Parts of one text, of which the packed ids are wanted and nothing else.
     """
 
-    request: bytes
+    request: bytes = b""
     text: str | None = None
     masks: dict[str, str] = {}
     media: list[bytes] = []
+    reasoning_start: int = 0
     decodes: bool = False
+    chunks: list[str] = []
 
 
 class EncodeReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Carries the response's bytes, or why the call is refused and because of which field."""
+    """Carries what was made of the call, or why it is refused and because of which field.
+
+    Attributes:
+        response: As it is sent to the caller.
+        num_tokens: Of all prompts in it.
+        chunks: The packed ids of each part of the text.
+    """
 
     response: bytes = b""
+    num_tokens: int = 0
+    chunks: list[bytes] = []
     refused: str = ""
     field: str = ""
 
@@ -100,14 +114,18 @@ def _answer(reply: EncodeReply) -> None:
 def answer(encoder: TextEncoder, job: EncodeJob) -> EncodeReply:
     """Return the answer to one message."""
     try:
+        if job.chunks:
+            return EncodeReply(chunks=encoder.encode_chunks(job.chunks))
         if job.decodes:
             return EncodeReply(encoder.decode(DecodeRequest.FromString(job.request)).SerializeToString())
         if job.text is None:
-            return EncodeReply(encoder.encode(EncodeRequest.FromString(job.request)).SerializeToString())
+            response = encoder.encode(EncodeRequest.FromString(job.request))
+            return EncodeReply(response.SerializeToString(), sum(map(num_ids, response.prompts)))
         wishes = EncodeChatRequest.FromString(job.request)
         media = list(map(MediaItem.FromString, job.media)) if job.media else ()
         prompt = encoder.encode_chat(Rendered(job.text, job.masks), wishes, media)
-        return EncodeReply(EncodeChatResponse(prompt=prompt).SerializeToString())
+        prompt.reasoning_start = cast(ReasoningStart.ValueType, job.reasoning_start)
+        return EncodeReply(EncodeChatResponse(prompt=prompt).SerializeToString(), num_ids(prompt))
     except errors.InvalidArgument as error:
         return EncodeReply(refused=error.message, field=error.field or "")
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tokenloom.model_files.sentence_texts import SentenceTexts
 from tokenloom.request import errors, packed_ids
-from tokenloom.request.prefix_schedule import MediaTokens, prefix_hashes
+from tokenloom.request.prefix_schedule import MAX_BLOCKS, MediaTokens, prefix_hashes
 from tokenloom.v1.tokenizer_pb2 import (
     DecodeRequest,
     DecodeResponse,
@@ -210,15 +210,27 @@ class TextEncoder:
             raise _contained(error) from error
         return [packed_ids.pack(encoding.ids) for encoding in encodings]
 
-    def packed_prompt(self, ids: bytes, request: EncodeRequest | EncodeChatRequest) -> TokenizedPrompt:
-        """Return the prompt of packed ids. ``request``: of which only the wishes are read."""
-        prompt = TokenizedPrompt(packed_token_ids=ids)
+    def response_of_chunks(
+        self, chunks: Sequence[bytes], request: EncodeRequest | EncodeChatRequest, rest: TokenizedPrompt
+    ) -> bytes:
+        """Return the response, as it is sent, with the prompt of which these are the packed ids, in parts.
+
+        Args:
+            request: Of which only the wishes are read.
+            rest: What else the prompt holds, without its block hashes.
+        """
+        num_ids = sum(map(len, chunks)) // packed_ids.ID_BYTES
+        prompt = TokenizedPrompt()
+        prompt.CopyFrom(rest)
         if request.want_hashes:
-            hashes = prefix_hashes(packed_ids.ids_of(prompt), self._block_size, request.cache_salt)
+            hashed = TokenizedPrompt(packed_token_ids=_first(chunks, MAX_BLOCKS * self._block_size))
+            hashes = prefix_hashes(packed_ids.ids_of(hashed), self._block_size, request.cache_salt)
             prompt.block_hash_prefixes.extend(hashes)
-        if not _is_packed(packed_ids.num_ids(prompt), request):
-            packed_ids.unpack(prompt)
-        return prompt
+        if _is_packed(num_ids, request):
+            return packed_ids.response_of(chunks, prompt)
+        prompt.packed_token_ids = b"".join(chunks)
+        packed_ids.unpack(prompt)
+        return EncodeResponse(prompts=[prompt]).SerializeToString()
 
     def decode(self, request: DecodeRequest) -> DecodeResponse:
         """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
@@ -271,6 +283,18 @@ class TextEncoder:
         """Raise ``InvalidArgument`` for a text over the size limit."""
         if len(text.encode()) > self._max_text_bytes:
             raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
+
+
+def _first(chunks: Sequence[bytes], most: int) -> bytes:
+    """Return the first of packed ids in parts, at least ``most`` of them if there are so many."""
+    taken: list[bytes] = []
+    num_bytes = 0
+    for chunk in chunks:
+        if num_bytes >= most * packed_ids.ID_BYTES:
+            break
+        taken.append(chunk[: most * packed_ids.ID_BYTES])
+        num_bytes += len(taken[-1])
+    return b"".join(taken)
 
 
 def _is_packed(num_ids: int, request: EncodeRequest | EncodeChatRequest) -> bool:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 from tokenloom.request import errors, packed_ids
 from tokenloom.services.runtime.helper_process import HelperPool, HelperProcess, start_helper
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter
-from tokenloom.v1.tokenizer_pb2 import EncodeChatRequest, EncodeRequest, EncodeResponse, TokenizedPrompt
+from tokenloom.v1.tokenizer_pb2 import EncodeChatRequest, EncodeRequest, TokenizedPrompt
 
 from .encode_worker import EncodeJob, EncodeReply, EncodeSetup
 from .encoder import TextEncoder
@@ -55,35 +56,44 @@ class EncodeProcesses:
     def __init__(self, setup: EncodeSetup, num_processes: int) -> None:
         async def start() -> HelperProcess:
             packed = msgspec.msgpack.encode(setup)
-            return await start_helper(f"{__package__}.encode_worker", packed, _response, _START_SECONDS)
+            return await start_helper(f"{__package__}.encode_worker", packed, _reply, _START_SECONDS)
 
         self._pool = HelperPool(start, num_processes, "encode the text", _SECONDS)
 
-    async def run(self, job: EncodeJob) -> bytes:
-        """Return the response of a call.
+    async def run(self, job: EncodeJob, in_thread: "RunInThread") -> EncodeReply:
+        """Return the answer to a call.
 
         Raises ``InvalidArgument`` for a text that the tokenizer refuses, and as :meth:`.HelperPool.run`.
         """
-        return _response(await self._pool.run(msgspec.msgpack.encode(job)))
+        # Each look at megabytes takes milliseconds, of the first of which memory has to come from the system.
+        message: bytes = await in_thread(msgspec.msgpack.encode, job)
+        reply: EncodeReply = await in_thread(_reply, await self._pool.run(message))
+        return reply
 
     async def close(self) -> None:
         """End the processes. Call this when nothing is encoded any more."""
         await self._pool.close()
 
 
-def _response(data: bytes) -> bytes:
+def _reply(data: bytes) -> EncodeReply:
     reply = msgspec.msgpack.decode(data, type=EncodeReply)
     if reply.refused:
         raise errors.InvalidArgument(reply.refused, reply.field or None)
-    return reply.response
+    return reply
+
+
+RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
+"""Runs a function with its arguments in a thread for texts."""
 
 
 class CutKind(NamedTuple):
     """Describes places where a text may be cut."""
 
     name: str
+    mark: str
+    """The character beside such a place."""
     pattern: str
-    """Ends at such a place."""
+    """Ends at such a place, and begins at most one character before the mark."""
     crossing: str
     """Is found in the tokens of a vocabulary, as it spells them, that reach across such a place."""
     befores: Sequence[str]
@@ -101,6 +111,7 @@ class CutKind(NamedTuple):
 CUT_KINDS: Final = (
     CutKind(
         "line",
+        "\n",
         r"\n(?=[^\W_])",
         r"\n[^\W_]|Ċ[A-Za-z0-9Â-ô]",  # vocabularies of bytes spell the first byte of other letters as Â to ô
         ("\n", "\n\n", " \n", "\n \n", "\t\n", "\r\n", ")\n", ");\n\n", ".\n", "\u3000\n", "1\n", "<\n", "-- \n"),
@@ -108,6 +119,7 @@ CUT_KINDS: Final = (
     ),
     CutKind(
         "word",
+        " ",
         r"[A-Za-z](?= [A-Za-z])",
         r"[A-Za-z][ Ġ▁]",
         ("a", "the", "THE", "it's", "we'll", "x", "\nZ", "2nd", "éa", "你a", "_b", "don't", "e\u0301q", "\tq", "<a"),
@@ -127,6 +139,8 @@ SEARCHED_CHARS = 1 << 16
 """Characters of a text that are searched for a place at a time."""
 _AHEAD_CHARS = 2
 """Characters behind a place that patterns look at."""
+PAUSE_SECONDS = 0.0005
+"""Between two parts of a text that were searched: the event loop, which waits for the interpreter's lock, gets it."""
 
 
 class SafeCuts:
@@ -137,24 +151,33 @@ class SafeCuts:
         adds around a text, packed."""
         self.kinds = kinds
         self.prefix, self.suffix = prefix, suffix
+        self._marks = [kind.mark for kind in kinds]
         self._find = re.compile("|".join(kind.pattern for kind in kinds)).search
 
     def chunks(self, text: str) -> list[str]:
         """Return the chunks of a text; only the last one is shorter than :data:`CHUNK_CHARS`."""
-        found, start = [], 0
+        found, start, rested = [], 0, 0
         while (end := self._next_cut(text, start + CHUNK_CHARS - 1)) is not None:
             found.append(text[start:end])
             start = end
+            if start - rested > SEARCHED_CHARS:
+                rested = start
+                time.sleep(PAUSE_SECONDS)
         found.append(text[start:])
         return found
 
     def _next_cut(self, text: str, start: int) -> int | None:
         """Return the first place from ``start`` on; None: there is none."""
-        # By parts: in 4 MB of one word the search held the interpreter's lock for 80 ms.
+        # By parts: in 4 MB of one word the search held the interpreter's lock for 80 ms. And only where a mark is: the
+        # search for a character takes a hundredth of that.
         while start < len(text):
-            if (match := self._find(text, start, start + SEARCHED_CHARS + _AHEAD_CHARS)) is not None:
-                return match.end()
-            start += SEARCHED_CHARS
+            end = start + SEARCHED_CHARS
+            marks = [at for mark in self._marks if (at := text.find(mark, start, end + _AHEAD_CHARS)) >= 0]
+            if marks:
+                if (match := self._find(text, max(start, min(marks) - 1), end + _AHEAD_CHARS)) is not None:
+                    return match.end()
+                time.sleep(PAUSE_SECONDS)
+            start = end
         return None
 
 
@@ -292,8 +315,12 @@ def _size(chunk: str, ids: bytes) -> int:
     return chunk.__sizeof__() + len(ids) + _ENTRY_BYTES
 
 
-RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
-"""Runs a function with its arguments in a thread for texts."""
+class LongResponse(NamedTuple):
+    """Answers a call for the ids of one text."""
+
+    data: bytes
+    """An ``EncodeResponse``, or ``EncodeChatResponse``, as it is sent."""
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -340,9 +367,19 @@ class LongTexts:
         self._is_closed = False
 
     async def encode(
-        self, text: str, request: EncodeRequest | EncodeChatRequest, run: RunInThread, *, special: bool = False
-    ) -> TokenizedPrompt | None:
-        """Return the prompt of a text; None: it must be encoded whole. ``special``: add special tokens around it.
+        self,
+        text: str,
+        request: EncodeRequest | EncodeChatRequest,
+        run: RunInThread,
+        rest: TokenizedPrompt,
+        *,
+        special: bool = False,
+    ) -> LongResponse | None:
+        """Return the response for a text; None: it must be encoded whole.
+
+        Args:
+            rest: What else its prompt holds.
+            special: Add special tokens around it.
 
         Raises as :meth:`TextEncoder.encode` and :meth:`EncodeProcesses.run`.
         """
@@ -353,16 +390,15 @@ class LongTexts:
             return None
         found: _ChunkedText = await run(self._look_up, cuts, text, (request.tenant, request.cache_salt))
         self._cached_tokens.inc(found.num_cached)
-        encoded: list[bytes] = []
+        encoded: Sequence[bytes] = []
         if missing := found.missing:
             if sum(map(len, missing)) <= SHORT_BYTES:
                 encoded = await run(self._encoder.encode_chunks, missing)
             else:
-                job = EncodeJob(EncodeRequest(texts=missing, takes_packed_ids=True).SerializeToString())
-                encoded = await run(_packed, await self.processes.run(job))
+                encoded = (await self.processes.run(EncodeJob(chunks=missing), run)).chunks
         around = (cuts.prefix, cuts.suffix) if special else (b"", b"")
-        prompt: TokenizedPrompt = await run(self._join, found, encoded, around, request)
-        return prompt
+        response: LongResponse = await run(self._join, found, encoded, around, request, rest)
+        return response
 
     def find_cuts(self) -> None:
         """Find where texts may be cut. No text differs afterwards if this fails."""
@@ -395,8 +431,9 @@ class LongTexts:
         encoded: Sequence[bytes],
         around: tuple[bytes, bytes],
         request: EncodeRequest | EncodeChatRequest,
-    ) -> TokenizedPrompt:
-        """Return the prompt of a text, and keep the ids of the chunks that were missing."""
+        rest: TokenizedPrompt,
+    ) -> LongResponse:
+        """Return the response for a text, and keep the ids of the chunks that were missing."""
         (prefix, suffix), left = around, iter(encoded)
         parts = [prefix]
         for chunk, ids in zip(text.chunks, text.ids, strict=True):
@@ -404,10 +441,6 @@ class LongTexts:
                 ids = next(left)
                 self._cache.put(text.scope, chunk, ids)
             parts.append(ids)
-        return self._encoder.packed_prompt(b"".join([*parts, suffix]), request)
-
-
-def _packed(response: bytes) -> list[bytes]:
-    # What is long was packed there: a million ids would become objects of Python here in one call, under the lock.
-    prompts = EncodeResponse.FromString(response).prompts
-    return [prompt.packed_token_ids or packed_ids.pack(prompt.token_ids) for prompt in prompts]
+        parts.append(suffix)
+        num_tokens = sum(map(len, parts)) // packed_ids.ID_BYTES
+        return LongResponse(self._encoder.response_of_chunks(parts, request, rest), num_tokens)

@@ -13,7 +13,6 @@ from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
-from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint
 
 from . import output_format
@@ -21,7 +20,7 @@ from .encode_worker import EncodeSetup
 from .encoder import TextEncoder
 from .long_texts import EncodeProcesses, LongTexts
 from .renderer import Renderer
-from .tokenizer_servicer import TokenizerMetrics, TokenizerServicer
+from .tokenizer_servicer import TokenizerMetrics, TokenizerServicer, add_servicer
 from .tokenizer_settings import TokenizerSettings
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class TokenizerService:
         self._servicer = TokenizerServicer(
             encoder, self._renderer, long_texts, answer, metrics, settings.threads, reader, transcripts
         )
-        host.add_servicer(add_TokenizerServicer_to_server, self._servicer)
+        host.add_servicer(add_servicer, self._servicer)
 
     async def drain(self) -> None:
         """Do nothing: the server lets running calls end, and nothing is kept between calls."""

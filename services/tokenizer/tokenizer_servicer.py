@@ -34,11 +34,12 @@ from tokenloom.v1.tokenizer_pb2 import (
     TokenizedPrompt,
 )
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
+from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import MediaItem
 
 from .encode_worker import EncodeJob
 from .encoder import TextEncoder
-from .long_texts import CHUNKED_CHARS, SHORT_BYTES, LongTexts
+from .long_texts import CHUNKED_CHARS, SHORT_BYTES, LongTexts, RunInThread
 from .render_worker import RenderJob
 from .renderer import Renderer
 from .spelled_tokens import Rendered
@@ -103,6 +104,9 @@ class TokenizerServicer(TokenizerServicerBase):
         self._reader = reader
         self._transcripts = transcripts
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        # Of its own: behind two texts of 4 MB, which take 50 ms there, a short one waited. And only one, because each
+        # thread that computes lets the event loop wait for the interpreter's lock.
+        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="long-text")
         self._short = FairStage(
             num_threads, "texts", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * SHORT_BYTES, leaves_spare=True
         )
@@ -110,28 +114,38 @@ class TokenizerServicer(TokenizerServicerBase):
             num_threads, "long texts", max_waiting=MAX_LONG_WAITING, max_cost=MAX_LONG_BYTES, leaves_spare=True
         )
 
-    async def Encode(self, request: EncodeRequest, context: _Context) -> EncodeResponse:
+    async def Encode(  # type: ignore[override]
+        self, request: EncodeRequest, context: _Context
+    ) -> EncodeResponse | bytes:
         started, size = time.monotonic(), request.ByteSize() + 1
         stage = self._short if size <= SHORT_BYTES else self._long
+        response: EncodeResponse | bytes
         await stage.begin(request.tenant, size)
         try:
-            prompt = None
-            if size > CHUNKED_CHARS and _is_one_text(request) and len(request.texts[0]) > CHUNKED_CHARS:
-                prompt = await self._by_chunks(request.texts[0], request, special=request.add_special_tokens)
-            if prompt is not None:
-                response = EncodeResponse(prompts=[prompt])
+            found = None
+            if size > CHUNKED_CHARS and _is_one_text(request) and len(text := request.texts[0]) > CHUNKED_CHARS:
+                special, rest = request.add_special_tokens, TokenizedPrompt()
+                found = await self._long_texts.encode(text, request, self._run_in(stage), rest, special=special)
+            if found is not None:
+                response, num_tokens = found
             elif stage is self._short:
                 run = asyncio.get_running_loop().run_in_executor
                 response = await run(self._threads, self._encoder.encode, request)
+                num_tokens = sum(map(num_ids, response.prompts))
             else:
-                response = EncodeResponse.FromString(await self._processes.run(EncodeJob(request.SerializeToString())))
+                run_long = self._run_in(stage)
+                job = EncodeJob(await run_long(request.SerializeToString))
+                reply = await self._processes.run(job, run_long)
+                response, num_tokens = reply.response, reply.num_tokens
         finally:
             stage.end(request.tenant, size)
         self._metrics.encode.observe(time.monotonic() - started)
-        self._metrics.tokens.inc(sum(map(num_ids, response.prompts)))
+        self._metrics.tokens.inc(num_tokens)
         return response
 
-    async def EncodeChat(self, request: EncodeChatRequest, context: _Context) -> EncodeChatResponse:
+    async def EncodeChat(  # type: ignore[override]
+        self, request: EncodeChatRequest, context: _Context
+    ) -> EncodeChatResponse | bytes:
         if request.token_ids:
             return await self._place_media(request)
         if self._renderer is None:
@@ -146,23 +160,27 @@ class TokenizerServicer(TokenizerServicerBase):
                     raise errors.InvalidArgument("messages: this model reads text only", "messages")
                 text, media = self._reader.expand(rendered.text, request.media, request.cache_salt)
                 rendered = replace(rendered, text=text)
-            prompt = None
+            start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
+            response: EncodeChatResponse | bytes
+            found = None
             if len(rendered.text) > CHUNKED_CHARS and not rendered.masks and not media:
-                prompt = await self._by_chunks(rendered.text, request)
-            if prompt is not None:
-                response = EncodeChatResponse(prompt=prompt)
+                rest = TokenizedPrompt(reasoning_start=start)
+                found = await self._long_texts.encode(rendered.text, request, self._run_in(stage), rest)
+            if found is not None:
+                response, num_tokens = found
             elif len(rendered.text) <= SHORT_BYTES:
                 run = asyncio.get_running_loop().run_in_executor
                 prompt = await run(self._threads, self._encoder.encode_chat, rendered, request, media)
-                response = EncodeChatResponse(prompt=prompt)
+                prompt.reasoning_start = start
+                response, num_tokens = EncodeChatResponse(prompt=prompt), len(prompt.token_ids) or num_ids(prompt)
             else:
-                job = _encode_job(request, rendered, media)
-                response = EncodeChatResponse.FromString(await self._processes.run(job))
+                job = _encode_job(request, rendered, media, start)
+                reply = await self._processes.run(job, self._run_in(stage))
+                response, num_tokens = reply.response, reply.num_tokens
         finally:
             stage.end(request.tenant, size)
         self._metrics.encode_chat.observe(time.monotonic() - started)
-        response.prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
-        self._metrics.tokens.inc(len(response.prompt.token_ids) or num_ids(response.prompt))
+        self._metrics.tokens.inc(num_tokens)
         return response
 
     async def _place_media(self, request: EncodeChatRequest) -> EncodeChatResponse:
@@ -194,36 +212,72 @@ class TokenizerServicer(TokenizerServicerBase):
         self._metrics.tokens.inc(len(prompt.token_ids))
         return EncodeTranscriptResponse(prompt=prompt)
 
-    async def Decode(self, request: DecodeRequest, context: _Context) -> DecodeResponse:
+    async def Decode(  # type: ignore[override]
+        self, request: DecodeRequest, context: _Context
+    ) -> DecodeResponse | bytes:
         started, size = time.monotonic(), request.ByteSize() + 1
         stage = self._short if size <= SHORT_BYTES else self._long
+        response: DecodeResponse | bytes
         await stage.begin(request.tenant, size)
         try:
             if stage is self._short:
                 run = asyncio.get_running_loop().run_in_executor
                 response = await run(self._threads, self._encoder.decode, request)
             else:
-                job = EncodeJob(request.SerializeToString(), decodes=True)
-                response = DecodeResponse.FromString(await self._processes.run(job))
+                run_long = self._run_in(stage)
+                job = EncodeJob(await run_long(request.SerializeToString), decodes=True)
+                response = (await self._processes.run(job, run_long)).response
         finally:
             stage.end(request.tenant, size)
         self._metrics.decode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(len(request.token_ids))
         return response
 
-    async def _by_chunks(
-        self, text: str, request: EncodeRequest | EncodeChatRequest, *, special: bool = False
-    ) -> TokenizedPrompt | None:
-        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        return await self._long_texts.encode(text, request, run, special=special)
+    def _run_in(self, stage: FairStage) -> RunInThread:
+        """Return what runs functions in a thread for the texts of this stage."""
+        threads = self._threads if stage is self._short else self._long_thread
+        return partial(asyncio.get_running_loop().run_in_executor, threads)
 
     def close(self) -> None:
         """Let running calls end, and drop the waiting ones."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._long_texts.close()
 
     async def GetTokenizerInfo(self, request: GetTokenizerInfoRequest, context: _Context) -> GetTokenizerInfoResponse:
         return self._info
+
+
+class _Sending:
+    """Adds a servicer to a server. Its responses may be bytes, which are sent as they are: the process that encodes a
+    long text, or a thread, has made them."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: "dict[str, grpc.RpcMethodHandler[Any, Any]]"
+    ) -> None:
+        """Called by generated code."""
+        sending = {name: _sent_as_it_is(handler) for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service, sending)
+
+    def add_generic_rpc_handlers(self, _: object) -> None:
+        """Do nothing: generated code passes the same handlers by name too."""
+
+
+def add_servicer(servicer: TokenizerServicer, server: Any) -> None:
+    """Add the servicer, as generated code does."""
+    add_TokenizerServicer_to_server(servicer, _Sending(server))
+
+
+def _sent_as_it_is(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
+    serialize: Any = handler.response_serializer
+
+    def send(response: Any) -> bytes:
+        return response if type(response) is bytes else serialize(response)
+
+    return grpc.unary_unary_rpc_method_handler(handler.unary_unary, handler.request_deserializer, send)
 
 
 def _is_one_text(request: EncodeRequest) -> bool:
@@ -232,7 +286,9 @@ def _is_one_text(request: EncodeRequest) -> bool:
     return len(request.texts) == 1 and not is_other
 
 
-def _encode_job(request: EncodeChatRequest, rendered: Rendered, media: Sequence[MediaItem]) -> EncodeJob:
+def _encode_job(
+    request: EncodeChatRequest, rendered: Rendered, media: Sequence[MediaItem], reasoning_start: int
+) -> EncodeJob:
     wishes = EncodeChatRequest(
         want_hashes=request.want_hashes,
         cache_salt=request.cache_salt,
@@ -240,7 +296,7 @@ def _encode_job(request: EncodeChatRequest, rendered: Rendered, media: Sequence[
         takes_packed_ids=request.takes_packed_ids,
     )
     items = [item.SerializeToString() for item in media]
-    return EncodeJob(wishes.SerializeToString(), rendered.text, dict(rendered.masks), items)
+    return EncodeJob(wishes.SerializeToString(), rendered.text, dict(rendered.masks), items, reasoning_start)
 
 
 def _job(request: EncodeChatRequest) -> RenderJob:

@@ -24,6 +24,9 @@ MOST_IDS = 12 << 20
 """A prompt of more tokens is not packed: a message may have 64 MiB."""
 ID_BYTES = 4
 AnyPrompt: TypeAlias = TokenizedPrompt | Prompt
+_PACKED_FIELD = TokenizedPrompt.DESCRIPTOR.fields_by_name["packed_token_ids"].number
+_PROMPT_FIELD = 1
+"""``EncodeResponse.prompts`` and ``EncodeChatResponse.prompt``."""
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -70,6 +73,21 @@ def unpack(prompt: AnyPrompt) -> None:
         prompt.token_ids.extend(ids)
 
 
+def response_of(ids: Sequence[bytes], rest: TokenizedPrompt) -> bytes:
+    """Return an ``EncodeResponse``, or ``EncodeChatResponse``, of one prompt as it is sent.
+
+    Args:
+        ids: The prompt's packed ids, in parts.
+        rest: What else the prompt holds.
+    """
+    # Written here: as messages, 16 MB of ids were copied six times in one turn of the event loop, 30 to 80 ms.
+    fields = rest.SerializeToString()
+    num_bytes = sum(map(len, ids))
+    head = _tag(_PACKED_FIELD) + _varint(num_bytes)
+    size = len(head) + num_bytes + len(fields)
+    return b"".join([_tag(_PROMPT_FIELD), _varint(size), head, *ids, fields])
+
+
 def are_ids(packed: bytes, size: int) -> bool:
     """Return whether these are packed ids, at least one, that are all below ``size``."""
     return bool(packed) and not len(packed) % ID_BYTES and largest(packed) < size
@@ -80,6 +98,21 @@ def largest(packed: bytes | memoryview) -> int:
     import numpy as np  # imported here: it would cost the start of a gateway 0.1 s
 
     return int(np.frombuffer(packed, "<u4").max())
+
+
+def _tag(number: int) -> bytes:
+    """Return what begins a field of bytes, or of a message. ``number``: below 16."""
+    return bytes([number << 3 | 2])
+
+
+def _varint(value: int) -> bytes:
+    """Return a length as protobuf writes it: 7 bits in a byte, the lowest first."""
+    written = bytearray()
+    while value > 0x7F:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)
 
 
 def _swapped(ids: "array[int]") -> "array[int]":

@@ -14,7 +14,7 @@ from tokenloom.request.errors import Internal, InvalidArgument, TokenloomError
 from tokenloom.request.wire_errors import status_of
 
 from ..tasks import Tasks
-from .socket_end import HEADER, OK_STATUS, Kind, Metadata, SocketEnd, encode_frame, encode_status
+from .socket_end import HEADER, JOINED_BYTES, OK_STATUS, Kind, Metadata, SocketEnd, encode_frame, encode_status
 
 log = logging.getLogger(__name__)
 
@@ -145,13 +145,17 @@ class ServerCall(SocketEnd):
             if len(payload) > self._max_message_bytes:
                 self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
                 return
-            self._finish(HEADER.pack(len(payload), Kind.MESSAGE) + payload + _OK)
+            header = HEADER.pack(len(payload), Kind.MESSAGE)
+            if len(payload) <= JOINED_BYTES:
+                self._finish(header + payload + _OK)
+            else:
+                self._finish(header, payload, _OK)
 
-    def _finish(self, frames: bytes) -> None:
+    def _finish(self, *frames: bytes) -> None:
         """Send the last frames, unless they were sent, and drop what the caller sends. The socket stays open until the
         caller has read them and closes it: closing it here while the caller is writing would lose the status."""
         if self.transport is not None and not self.is_finished:
-            self.transport.write(frames)
+            self.transport.writelines(frames)
         self.is_finished = True
         self.end_messages(drop=True)
 

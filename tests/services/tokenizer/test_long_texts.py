@@ -15,17 +15,27 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.request.packed_ids import LONG_PROMPT, ids_of, pack
+from tokenloom.request.packed_ids import LONG_PROMPT, ids_of, num_ids, pack
 from tokenloom.services.tokenizer import long_texts
 from tokenloom.services.tokenizer.encode_worker import EncodeJob, EncodeReply, answer
 from tokenloom.services.tokenizer.encoder import TextEncoder
-from tokenloom.services.tokenizer.long_texts import CHUNK_CHARS, CUT_KINDS, ChunkCache, CutTrials, LongTexts, SafeCuts
+from tokenloom.services.tokenizer.long_texts import (
+    CHUNK_CHARS,
+    CUT_KINDS,
+    ChunkCache,
+    CutTrials,
+    LongTexts,
+    RunInThread,
+    SafeCuts,
+)
 from tokenloom.services.tokenizer.tokenizer_servicer import TokenizerMetrics
-from tokenloom.v1.tokenizer_pb2 import EncodeRequest, TokenizedPrompt
+from tokenloom.v1.tokenizer_pb2 import EncodeRequest, EncodeResponse, TokenizedPrompt
+from tokenloom.v1.types_pb2 import REASONING_START_OPEN
 
 TOKENIZER = load_tokenizer(DEMO_MODEL)
 CORPUS = ["the cat saw \n the dog \n and so on", "it was 10\n or 20 then", "if x:\n    y = 2\n\n\nz \n\n a"] * 20
 LINES = "".join(f"Line {number} tells of the river and the mill.\n" for number in range(1200))
+REST = TokenizedPrompt(reasoning_start=REASONING_START_OPEN)
 MINE, OTHERS = ("tenant", b"salt"), ("another", b"salt")
 
 
@@ -82,6 +92,7 @@ def test_a_text_that_is_searched_by_parts_is_cut_at_the_same_places(text: str, s
     cuts = SafeCuts(CUT_KINDS, b"", b"")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_texts, "SEARCHED_CHARS", chars)
+        patch.setattr(long_texts, "PAUSE_SECONDS", 0)
         match = cuts._find(text, start)
         assert cuts._next_cut(text, start) == (None if match is None else match.end())
 
@@ -148,6 +159,21 @@ def test_the_threads_of_the_library_begin_before_the_search_steps_back(monkeypat
 
 def test_a_search_that_is_not_wanted_any_more_ends() -> None:
     assert CutTrials(TOKENIZER, lambda: False).find(10**9) is None
+
+
+def test_a_text_is_searched_only_where_a_blank_is() -> None:
+    cuts, searched = SafeCuts(CUT_KINDS, b"", b""), list[int]()
+    find = cuts._find
+
+    def note(text: str, start: int, end: int) -> object:
+        searched.append(end - start)
+        return find(text, start, end)
+
+    cuts._find = note  # type: ignore[assignment]
+    assert cuts.chunks("a" * 500_000) == ["a" * 500_000]
+    assert not searched
+    assert len(cuts.chunks("a" * 500_000 + " b")) == 2
+    assert sum(searched) < 2 * long_texts.SEARCHED_CHARS
 
 
 PIECES = st.sampled_from(["\n", " ", "a", "The river", "I'm", "10", "é", "日本", "<|im_end|>", " \n", "x_y", ".", "\t"])
@@ -220,11 +246,10 @@ class FakeProcesses:
     encoder: TextEncoder
     num_texts: list[int] = field(default_factory=list)
 
-    async def run(self, job: EncodeJob) -> bytes:
-        self.num_texts.append(len(EncodeRequest.FromString(job.request).texts))
-        reply = answer(self.encoder, job)
-        assert isinstance(reply, EncodeReply)
-        return reply.response
+    async def run(self, job: EncodeJob, in_thread: RunInThread) -> EncodeReply:
+        self.num_texts.append(len(job.chunks))
+        reply: EncodeReply = await in_thread(answer, self.encoder, job)
+        return reply
 
 
 class Texts:
@@ -254,9 +279,13 @@ class Texts:
             takes_packed_ids=is_packed,
             add_special_tokens=special,
         )
-        prompt = await self.texts.encode(text, request, asyncio.to_thread, special=special)
-        assert prompt is not None
-        assert prompt == self.encoder.encode(request).prompts[0]
+        response = await self.texts.encode(text, request, asyncio.to_thread, REST, special=special)
+        assert response is not None
+        (prompt,) = EncodeResponse.FromString(response.data).prompts
+        assert response.num_tokens == num_ids(prompt)
+        whole = self.encoder.encode(request).prompts[0]
+        whole.reasoning_start = REST.reasoning_start
+        assert prompt == whole
         return prompt
 
 
@@ -301,13 +330,13 @@ async def test_texts_are_whole_until_the_cuts_are_known(monkeypatch: pytest.Monk
     monkeypatch.setattr(long_texts, "NUM_TEXTS", 200)
     texts = Texts().texts
     request = EncodeRequest(texts=[LINES], want_token_strings=True)
-    assert await texts.encode(LINES, request, asyncio.to_thread) is None
+    assert await texts.encode(LINES, request, asyncio.to_thread, REST) is None
     request.want_token_strings, texts.cuts = False, None
     texts.find_cuts()
-    assert await texts.encode(LINES, request, asyncio.to_thread) is not None
+    assert await texts.encode(LINES, request, asyncio.to_thread, REST) is not None
     without_room = Texts(max_bytes=0).texts
     without_room.cuts = None
-    assert await without_room.encode(LINES, request, asyncio.to_thread) is None
+    assert await without_room.encode(LINES, request, asyncio.to_thread, REST) is None
     assert without_room.cuts is None
 
 

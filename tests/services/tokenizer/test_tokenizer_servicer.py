@@ -20,11 +20,12 @@ from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_fingerpri
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request import packed_ids
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.packed_ids import response_of
 from tokenloom.request.prefix_schedule import block_hashes, scheduled
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.tokenizer import long_texts
 from tokenloom.services.tokenizer import service as service_module
-from tokenloom.services.tokenizer.long_texts import SHORT_BYTES
+from tokenloom.services.tokenizer.long_texts import SHORT_BYTES, RunInThread
 from tokenloom.services.tokenizer.service import TokenizerService
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1.tokenizer_pb2 import (
@@ -233,9 +234,17 @@ async def test_the_next_turn_of_a_long_conversation_finds_its_chunks(
     turns = [{"role": "user", "content": LONG[:30_000]}, {"role": "assistant", "content": "It is so."}]
     chat = EncodeChatRequest(messages_json=json.dumps(turns[:1]).encode(), want_hashes=True, takes_packed_ids=True)
     text = EncodeRequest(texts=[LONG[:30_000]], add_special_tokens=True)
+    may_find, find = threading.Event(), long_texts.LongTexts.find_cuts
+
+    def find_later(texts: long_texts.LongTexts) -> None:
+        may_find.wait()
+        find(texts)
+
+    monkeypatch.setattr(long_texts.LongTexts, "find_cuts", find_later)
     async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
         stub = TokenizerStub(channel)
         whole = await stub.EncodeChat(chat), await stub.Encode(text)
+        may_find.set()
         for thread in threading.enumerate():
             if thread.name == "find-cuts":
                 await asyncio.to_thread(thread.join)
@@ -263,6 +272,47 @@ async def test_texts_are_cut_by_their_characters(socket_dir: Path, monkeypatch: 
         for text in ("a" * 8192, "日" * 8192, "a" * 8193):
             assert (await stub.Encode(EncodeRequest(texts=[text]))).prompts[0].token_ids
     assert lengths == [8193]
+
+
+async def test_a_short_text_does_not_wait_behind_a_long_one(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, may_go_on = threading.Event(), threading.Event()
+
+    async def block(_: object, text: str, request: object, run: RunInThread, *rest: object, **names: object) -> None:
+        await run(looks.set)
+        await run(may_go_on.wait)
+
+    monkeypatch.setattr(long_texts.LongTexts, "encode", block)
+    async with _serving(socket_dir) as stub:
+        long = stub.Encode(EncodeRequest(texts=[LONG]))
+        try:
+            await asyncio.to_thread(looks.wait)
+            assert (await stub.Encode(EncodeRequest(texts=["short"]))).prompts
+            assert not long.done()
+        finally:
+            may_go_on.set()
+        assert (await long).prompts
+
+
+async def test_the_ids_of_a_long_text_are_put_together_outside_of_the_event_loop(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_texts, "NUM_TEXTS", 200)
+    names = []
+
+    def note(*arguments: Any) -> bytes:
+        names.append(threading.current_thread().name)
+        return response_of(*arguments)
+
+    monkeypatch.setattr(packed_ids, "response_of", note)
+    request = EncodeRequest(texts=[LONG], takes_packed_ids=True, want_hashes=True, cache_salt=b"s")
+    async with _serving(socket_dir) as stub:
+        whole = await stub.Encode(request)
+        for thread in threading.enumerate():
+            if thread.name == "find-cuts":
+                await asyncio.to_thread(thread.join)
+        assert not names
+        assert await stub.Encode(request) == whole
+    assert [name.partition("_")[0] for name in names] == ["long-text"]
 
 
 async def test_a_process_that_ends_is_replaced(socket_dir: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from tokenloom.request import packed_ids
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.request.packed_ids import are_ids, ids_of, num_ids, pack, packed_values, unpack
-from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
-from tokenloom.v1.types_pb2 import Prompt
+from tokenloom.request.packed_ids import are_ids, ids_of, num_ids, pack, packed_values, response_of, unpack
+from tokenloom.v1.tokenizer_pb2 import EncodeChatResponse, EncodeResponse, TokenizedPrompt
+from tokenloom.v1.types_pb2 import REASONING_START_OPEN, Prompt
 
 IDS = [0, 1, 255, 256, 2**32 - 1]
 
@@ -52,6 +52,16 @@ def test_older_receivers_get_a_list() -> None:
     for prompt in (Prompt(packed_token_ids=pack(IDS)), Prompt(token_ids=IDS)):
         unpack(prompt)
         assert (list(prompt.token_ids), prompt.packed_token_ids) == (IDS, b"")
+
+
+@pytest.mark.parametrize("num_ids", [0, 1, 31, 32, 4095, 4096, 1 << 19])  # lengths take another byte at 128 and 16,384
+def test_a_response_is_written_as_protobuf_writes_it(num_ids: int) -> None:
+    packed = pack(range(num_ids))
+    rest = TokenizedPrompt(block_hash_prefixes=[1, 2**64 - 1], reasoning_start=REASONING_START_OPEN)
+    written = response_of([b"", packed[:8], packed[8:]], rest)
+    rest.packed_token_ids = packed
+    assert EncodeResponse.FromString(written) == EncodeResponse(prompts=[rest])
+    assert EncodeChatResponse.FromString(written) == EncodeChatResponse(prompt=rest)
 
 
 @pytest.mark.parametrize("prompt", [Prompt(packed_token_ids=b"12345"), Prompt(token_ids=[1], packed_token_ids=b"1234")])

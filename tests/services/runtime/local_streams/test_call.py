@@ -11,13 +11,19 @@ import pytest
 
 from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, calling, echo, end_of, serving, stream
 from tokenloom.services.runtime.local_streams import socket_end
+from tokenloom.services.runtime.local_streams.socket_end import JOINED_BYTES
 from tokenloom.v1 import coordinator_pb2 as pb
 
 
 async def test_both_ways_and_to_the_end(socket_dir: Path) -> None:
     async with stream(echo, socket_dir) as call:
-        for message in (b"a", b"", b"b" * LIMIT):
+        messages = (b"a", b"", b"b" * LIMIT, b"c", b"d" * JOINED_BYTES, b"e" * (JOINED_BYTES + 1))
+        for message in messages:
             await call.write(message)
+            assert await call.read() == message
+        for message in messages:
+            await call.write(message)
+        for message in messages:
             assert await call.read() == message
         assert not call.done()
         await call.done_writing()

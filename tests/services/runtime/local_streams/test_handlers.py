@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.services.runtime.local_streams.conftest import (
 )
 from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.runtime.local_streams.server import LocalServer
-from tokenloom.services.runtime.local_streams.socket_end import Kind, decode_status, encode_frame
+from tokenloom.services.runtime.local_streams.socket_end import JOINED_BYTES, Kind, decode_status, encode_frame
 from tokenloom.v1.coordinator_pb2 import PickRequest
 
 
@@ -226,6 +227,21 @@ async def test_a_unary_response_that_cannot_be_sent(response: Any, code: grpc.St
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(METHOD)(b"x")
             assert caught.value.code() is code
+    finally:
+        await server.close(0)
+
+
+@pytest.mark.parametrize("num_bytes", [0, JOINED_BYTES, JOINED_BYTES + 1, LIMIT])
+async def test_a_unary_response_of_any_length_arrives_whole(num_bytes: int, socket_dir: Path) -> None:
+    async def respond(request: bytes, context: Any) -> bytes:
+        return request[::-1]
+
+    server = LocalServer(str(socket_dir / "s"), lambda _: grpc.unary_unary_rpc_method_handler(respond), LIMIT)
+    await server.open()
+    try:
+        async with asyncio.timeout(SOON), calling(socket_dir / "s") as channel:
+            request = os.urandom(num_bytes)
+            assert await channel.unary_unary(METHOD)(request) == request[::-1]
     finally:
         await server.close(0)
 

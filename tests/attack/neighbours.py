@@ -302,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default all: {', '.join(CASES)}")
     parser.add_argument("--seconds", type=float, default=LOADED_SECONDS, help="of each load [%(default)s]")
+    parser.add_argument("--stacks", metavar="FOLDER", help="write there what parts do whose event loops are late")
     parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.cases) - set(CASES):
@@ -311,6 +312,9 @@ def main() -> None:
         return
     os.environ["PYTHONPATH"] = os.pathsep.join((str(HOOK), *filter(None, (os.environ.get("PYTHONPATH"),))))
     os.environ["TEST_BUSY_SECONDS"] = "0"
+    if arguments.stacks is not None:
+        Path(arguments.stacks).mkdir(parents=True, exist_ok=True)
+        os.environ["TEST_STACKS"] = str(Path(arguments.stacks).absolute())
     wrong = []
     for name in arguments.cases or CASES:
         wrong += asyncio.run(measure(name, CASES[name], arguments.seconds))

@@ -29,7 +29,7 @@ class Movable(Protocol):
         """Return a layer of the same shape with another state. Raises ``ValueError`` for a state of another shape."""
 
     def take(self, other: Linear) -> Linear:
-        """Return ``other``, which nothing else uses, or this layer with its weights: a slab of memory is freed only
+        """Return ``other``, which nothing else uses, or this layer with its weights: a huge page of memory is freed only
         with all matrices in it."""
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tokenloom.gpu_worker.layers import weight_memory
 from tokenloom.gpu_worker.layers.weight_memory import WeightMemory
+from tokenloom.process.control_groups import resident_bytes
 
 LARGE = 256 << 10
 
@@ -60,6 +61,33 @@ def test_a_slab_is_freed_with_its_last_tensor(monkeypatch):
     assert slabs[0]() is None
     memory.empty(LARGE, dtype=torch.uint8)
     assert len(slabs) == 2
+
+
+def test_pages_are_returned_with_the_last_tensor_in_them():
+    memory = WeightMemory()
+    first, second, third = (memory.empty(35 << 19, dtype=torch.uint8) for _ in range(3))  # 17.5 MiB
+    for number, tensor in enumerate((first, second, third)):
+        tensor.fill_(number + 1)
+    before = resident_bytes()
+    del second
+    # Of the two huge pages at its ends the neighbours have a part.
+    assert 14 << 20 <= before - resident_bytes() <= 18 << 20
+    assert first.eq(1).all()
+    assert third.eq(3).all()
+
+
+def test_memory_that_was_returned_is_not_given_away_again():
+    memory = WeightMemory()
+    first, second = (memory.empty(LARGE, dtype=torch.uint8) for _ in range(2))
+    first.fill_(7)
+    del second  # in the page of the first one, in which the next one begins too
+    third = memory.empty(LARGE, dtype=torch.uint8)
+    assert third.data_ptr() == first.data_ptr() + 2 * LARGE
+    third.fill_(9)
+    part = third.view(torch.int16)[:8]
+    del third
+    assert first.eq(7).all()
+    assert part.eq(9 * 257).all(), "a view keeps the memory too"
 
 
 def test_a_copy_of_a_tensor_without_data_has_none_either():

@@ -14,6 +14,7 @@ from tokenloom.engine_core.data.errors import UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
+from tokenloom.gpu_worker.layers.weight_memory import weight_memory
 from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.memory import return_freed
 
@@ -61,6 +62,8 @@ def test_asleep_the_memory_is_returned_and_awake_the_tokens_are_the_same(
     save_checkpoint: SaveCheckpoint, level: int
 ) -> None:
     path = save_checkpoint("llama", **SHAPES)
+    # A weight of another model of this process, which stays: the first weights follow it in one slab.
+    of_another = weight_memory.empty(20 << 20, dtype=torch.uint8).fill_(1)
     client = make_client(path)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 4096, (500,), generator=generator).tolist() for _ in range(5)]
@@ -80,6 +83,7 @@ def test_asleep_the_memory_is_returned_and_awake_the_tokens_are_the_same(
     returned = (awake - asleep) / (weights + kv)
     print(f"level {level}: {awake >> 20} MiB awake, {asleep >> 20} MiB asleep: {returned:.0%} of weights and KV")
     assert returned >= 0.8
+    assert of_another.eq(1).all()
     if level == 2:
         with pytest.raises(UtilityError, match="reload_weights"):
             client.call_utility("wake_up")

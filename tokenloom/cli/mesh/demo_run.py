@@ -6,7 +6,7 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ _ADAPTERS = ("json", "pirate")
 _ADAPTERS_QUESTION = "What is the capital of France?"
 _KILLED_AT = 5
 """The engine is killed after the fifth part of the answer."""
+_ATTEMPTS = 4
+"""How often the question is asked for one kill, as long as the whole answer was computed before the engine ended."""
 _WIDTH = 32
 """Characters that the longer side of an image takes on the terminal."""
 
@@ -228,45 +230,63 @@ class _Kills:
             raise CommandFailed(f"{len(self.failures)} of {count} answers broke; the first: {self.failures[0]}")
 
     async def _kill(self, number: int, *, is_last: bool) -> None:
-        """Only the first answer is shown."""
+        for left in reversed(range(_ATTEMPTS)):
+            restarts = [part.restarts for part in self.mesh.parts]
+            killed, was_late = await self._ask(number, left)
+            # On a busy machine this process may read the first piece of an answer when the last one is computed.
+            is_repeated = was_late and left > 0
+            for part, before in zip(self.mesh.parts, restarts, strict=True):
+                if part in killed and (is_repeated or not is_last):
+                    await part.restarted(before)
+            if not is_repeated:
+                return
+
+    async def _ask(self, number: int, left: int) -> tuple[Sequence[SupervisedPart], bool]:
+        """Ask the question, kill the engine meanwhile, and print what happened. Only the first answer is shown.
+
+        Returns what was killed, and whether it had computed the whole answer. ``left``: attempts after this one.
+        """
         loop, killed = asyncio.get_running_loop(), list[SupervisedPart]()
+        is_first = left == _ATTEMPTS - 1
+        is_shown = is_first and number == 1
 
         async def crash() -> None:
             killed.append(self.mesh.crash_engine())
 
         def interrupt() -> None:
             asyncio.run_coroutine_threadsafe(crash(), loop).result()  # the loop owns the parts
-            if number == 1:
+            if is_shown:
                 self.console.print(Text(f" [{killed[0].spec.name} is killed]", "bold red"), end="")
 
-        watch = InterruptedAnswer(len(self.text) // _KILLED_AT, interrupt, _print_piece if number == 1 else None)
-        restarts = [part.restarts for part in self.mesh.parts]
-        if number == 1:
+        after = len(self.text) // _KILLED_AT if is_first else 1
+        watch = InterruptedAnswer(after, interrupt, _print_piece if is_shown else None)
+        if is_shown:
             self.console.print(_spoken(str(self.body["model"]), ""), end="")
         try:
             answer = await asyncio.to_thread(stream_chat, self.server, self.body, watch)
         except RequestFailed as error:
             self.failures.append(str(error))
             self.console.print(f"\nkill {number}: the answer broke: {error}", style="red", markup=False)
+            return killed, False
+        engine = killed[0].spec.name
+        if was_late := watch.pause is None or answer.timeline["decode_engine"] == engine:
+            rest = "the question is asked once more" if left else "nothing was left for another engine"
+            line = f"{engine} had computed the whole answer before it ended; {rest}"
         else:
-            line = self._outcome(answer, watch, killed[0].spec.name)
-            self.console.print("\n\n" if number == 1 else "", f"kill {number}: {line}", sep="", markup=False)
-        for part, before in zip(self.mesh.parts, restarts, strict=True):
-            if part in killed and not is_last:
-                await part.restarted(before)
+            line = self._continued(answer, watch, engine)
+        self.console.print("\n\n" if is_shown else "", f"kill {number}: {line}", sep="", markup=False)
+        return killed, was_late
 
-    def _outcome(self, answer: Answer, watch: InterruptedAnswer, killed: str) -> str:
-        """Count an answer, and return what happened."""
-        engine = answer.timeline["decode_engine"]
-        if watch.pause is None or engine == killed:
-            return f"{killed} had computed the whole answer before it ended; nothing was left for another engine"
+    def _continued(self, answer: Answer, watch: InterruptedAnswer, killed: str) -> str:
+        """Count an answer with which another engine went on, and return what happened."""
+        assert watch.pause is not None
         self.pauses.append(watch.pause)
         is_same = answer.text == self.text
         self.num_different += not is_same
         text = "the same" if is_same else "another one, because numbers are rounded differently there"
         return (
-            f"{killed} ended after {watch.killed_after} of {len(answer.text)} characters; {engine} went on after "
-            f"{watch.pause * 1e3:.0f} ms, and the text is {text}"
+            f"{killed} ended after {watch.killed_after} of {len(answer.text)} characters; "
+            f"{answer.timeline['decode_engine']} went on after {watch.pause * 1e3:.0f} ms, and the text is {text}"
         )
 
     def _print_sum(self, count: int) -> None:

@@ -286,12 +286,13 @@ async def _connect(meshes: ServedMeshes, settings: GatewaySettings, host: Host, 
 async def _wait_whole(meshes: ServedMeshes, seconds: float = math.inf) -> None:
     """Wait until the requests of a model are answered, or the time is over."""
     loop = asyncio.get_running_loop()
-    logged, until = list[str](), loop.time() + seconds
+    logged, until, pause = list[str](), loop.time() + seconds, 0.001
     while (missing := meshes.missing()) and loop.time() < until:
         if missing != logged:
             log.info("waiting for %s", ", ".join(missing))
             logged = missing
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.02)  # parts that serve already tell so within milliseconds
 
 
 async def open_servers(

@@ -40,7 +40,7 @@ PYTEST = $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadscope --no-loadsc
 # pytest's exit status 1; every other one means that the run itself broke (2 interrupted, 3 internal error, 4 wrong use,
 # 5 no tests, more than 128 a signal), and then tests that never ran would count as passed.
 AGAIN ?=
-# With TURN=N, a number, test-long runs the part of the long tests whose turn it is (tests/turns.py), as .ci/run does;
+# With TURN=N, a number, test and test-long run the part of the tests whose turn it is (tests/turns.py), as .ci/run does;
 # empty: all.
 TURN ?=
 RUN_TESTS = $(PYTEST) $(1) $(if $(AGAIN),|| { status=$$?; test $$status = 1 && $(MAKE) test-again; })
@@ -74,7 +74,7 @@ demo: install ## start the whole mesh, chat once through it, kill an engine duri
 
 test: PROCESSES = 4
 test: install ## run the tests, except those of the three commands below; they need neither a GPU nor a network
-	$(call RUN_TESTS,$(addprefix --ignore=,$(LONG_TESTS) $(OTHER_TESTS)))
+	$(if $(TURN),TEST_TURN=$(TURN)) $(call RUN_TESTS,$(addprefix --ignore=,$(LONG_TESTS) $(OTHER_TESTS)))
 
 test-again: install ## run the tests that failed in the last run once more, one after the other, and list them
 	$(BIN)/python -m pytest -q -rpf --last-failed --last-failed-no-failures none

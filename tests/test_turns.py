@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.turns import ALWAYS, CASES, FILES, FOLDERS, of_other_turns
+from tests.turns import ALWAYS, CASES, FILES, FOLDERS, OF_EACH_TEST, of_other_turns
 
 ROOT = Path(__file__).parents[1]
 FILE = "tests/parity/test_entries.py"
@@ -50,6 +50,17 @@ def test_tests_that_share_a_case_run_in_the_same_turn() -> None:
     assert len(left_out) == 2 * len({case.id for case in left_out})
 
 
+def test_of_each_test_that_computes_some_cases_run_and_all_in_turn() -> None:
+    for folder, parts in OF_EACH_TEST.items():
+        test, ids = f"{folder}test_a.py::one", [f"{level}-{rows}" for level in ("a", "b", "c") for rows in range(20)]
+        plain, cases = Plain(test), [Case(f"{test}[{id}]", id) for id in ids]
+        ran = [[*({*cases} - others([plain, *cases], turn))] for turn in range(7, 7 + parts)]
+        assert {case.id for of_turn in ran for case in of_turn} == {*ids}
+        assert sum(map(len, ran)) == len(ids), "once in so many turns"
+        assert all(len({case.id[0] for case in of_turn}) == 3 for of_turn in ran), "of all values of each parameter"
+        assert all(plain not in others([plain, *cases], turn) for turn in range(parts))
+
+
 def test_every_long_file_has_its_turn_and_the_turns_are_of_like_size() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")]
     tests = [Plain(f"{path.relative_to(ROOT)}::one") for path in files]
@@ -63,3 +74,4 @@ def test_every_long_file_has_its_turn_and_the_turns_are_of_like_size() -> None:
 
 def test_the_files_exist() -> None:
     assert all((ROOT / file).is_file() for file in (*CASES, *ALWAYS))
+    assert all((ROOT / folder).is_dir() for folder in (*FOLDERS, *OF_EACH_TEST))

@@ -1,7 +1,7 @@
-"""Long tests take turns in ``.ci/run``: each run takes a part of them, and `make test-long` all.
+"""Tests take turns in ``.ci/run``: each run takes a part of them; `make test` and `make test-long` take all.
 
-Files take turns, and in the longest ones cases too. ``TURN=N`` gives a number, which .ci/run takes from the clock and
-prints.
+Long files take turns, and in the longest ones cases too. Of the tests that compute, each run takes some cases of each.
+``TURN=N`` gives a number, which .ci/run takes from the clock and prints.
 """
 
 from collections.abc import Iterable
@@ -39,6 +39,12 @@ CASES = {
     "tests/soak/models/test_models_table.py": 8,
 }
 """In how many parts the cases of a file take turns."""
+OF_EACH_TEST = {
+    "tests/explorer/": 3,
+    "tests/gpu_worker/": 3,
+    "tests/simulation/": 3,
+}
+"""In how many parts the cases of a folder's tests take turns; tests without cases always run."""
 
 
 def of_other_turns(items: Iterable[pytest.Item], turn: int) -> list[pytest.Item]:
@@ -55,9 +61,16 @@ def of_other_turns(items: Iterable[pytest.Item], turn: int) -> list[pytest.Item]
             of_file = numbers[file]
             number = of_file.setdefault(case.id, len(of_file))
             is_left_out = number % CASES[file] != turn % CASES[file]
+        elif case is not None and (parts := _parts_of_each_test(file)):
+            # By the name: of a product of parameters the numbers would select one value of the last of them.
+            is_left_out = (crc32(case.id.encode()) + turn) % parts != 0
         else:
             # By the name, so that a new file moves no other one to another turn.
             is_left_out = file.startswith(FOLDERS) and file not in ALWAYS and (crc32(file.encode()) + turn) % FILES != 0
         if is_left_out:
             others.append(item)
     return others
+
+
+def _parts_of_each_test(file: str) -> int:
+    return next((parts for folder, parts in OF_EACH_TEST.items() if file.startswith(folder)), 0)

@@ -46,5 +46,5 @@ def test_only_failed_tests_are_repeated(
 
 def test_the_checks_before_a_landing_repeat_no_broken_run() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert {"make test AGAIN=1", 'make test-long AGAIN=1 TURN="$TURN"'} <= set(lines)
+    assert {'make test AGAIN=1 TURN="$TURN"', 'make test-long AGAIN=1 TURN="$TURN"'} <= set(lines)
     assert not any("||" in line for line in lines if not line.startswith("#"))

@@ -29,8 +29,8 @@ class Movable(Protocol):
         """Return a layer of the same shape with another state. Raises ``ValueError`` for a state of another shape."""
 
     def take(self, other: Linear) -> Linear:
-        """Return ``other``, which nothing else uses, or this layer with its weights: a huge page of memory is freed only
-        with all matrices in it."""
+        """Return ``other``, which nothing else uses, or this layer with its weights: memory is freed in huge pages,
+        each with the last matrix that lies in it."""
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:

@@ -23,8 +23,8 @@ _PAGE = 2 << 20
 
 
 class WeightMemory:
-    """Makes tensors, one after the other in a slab. It keeps no memory: a huge page is returned with the last tensor that
-    lies in it, and a slab's addresses with its last tensor.
+    """Makes tensors, one after the other in a slab. It keeps no memory: a huge page is returned with the last tensor
+    that lies in it, and a slab's addresses with its last tensor.
 
     Any thread may call it.
     """

@@ -323,6 +323,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Those of the tokens computed since the request's last output, if the request asks for them."""
     pooled: npt.NDArray[np.float32] | None = None
     """The result of a pooling request: [], [n] or [tokens, n]."""
+    preempted_at: tuple[int, ...] = ()
+    """With ``finish_reason``: output tokens that the request had at each preemption, the first ones of many."""
 
 
 PREEMPTED_OUTCOMES = ("kept", "loaded", "computed")

@@ -266,10 +266,14 @@ class RequestKV:
         return self.remote.wait_ns if self.remote is not None else 0
 
 
+MAX_PREEMPTIONS = 64
+"""How many preemptions of a request its end tells."""
+
+
 class RequestTimes:
     """Holds when a request arrived, may begin at the latest and began: nanoseconds on the clock of its arrival."""
 
-    __slots__ = ("arrival_ns", "deadline_ns", "first_scheduled_ns")
+    __slots__ = ("arrival_ns", "deadline_ns", "first_scheduled_ns", "preempted_at")
 
     def __init__(self, arrival_ns: int, timeout_ns: int = 0) -> None:
         """``timeout_ns``: 0: the request may begin at any time."""
@@ -277,6 +281,8 @@ class RequestTimes:
         self.deadline_ns = arrival_ns + timeout_ns if timeout_ns else 0
         """When the request may not begin any more; 0: never."""
         self.first_scheduled_ns: int | None = None
+        self.preempted_at: tuple[int, ...] = ()
+        """Output tokens that there were at each preemption: the first :data:`MAX_PREEMPTIONS` of them."""
 
 
 # Slots instead of a dict: an engine holds thousands of these, and their attributes are read several times in every
@@ -497,3 +503,4 @@ def mark_finished(output: EngineCoreOutput, request: Request, status: RequestSta
         output.drafts = request.draft_history.counts
     if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]
+    output.preempted_at = request.times.preempted_at

@@ -6,7 +6,7 @@ import msgspec
 
 from ..data.config import CacheConfig, SchedulerConfig
 from ..data.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
-from ..data.request import Request
+from ..data.request import MAX_PREEMPTIONS, Request
 from ..kv_cache.block_pool import BlockPool
 from .live_requests import WaitingRequests
 
@@ -50,6 +50,8 @@ class StatsRecorder:
     def preempted(self, request: Request) -> None:
         """Record that a request lost its blocks."""
         self._counters.num_preemptions += 1
+        times = request.times
+        times.preempted_at = (*times.preempted_at, request.num_output_tokens)[:MAX_PREEMPTIONS]
         if self.log_events:
             self._note(request, EngineCoreEventType.PREEMPTED, self._clock())
 

@@ -3,7 +3,7 @@ slot: every Add gets exactly one Finished, whatever happens first."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from random import Random
 from typing import TypeAlias
 
@@ -172,7 +172,13 @@ class Attempts:
             self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
             drafts = None if output.drafts is None else types_pb2.DraftCounts(**msgspec.structs.asdict(output.drafts))
-            self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id, drafts=drafts)
+            self._finish(
+                attempt,
+                output.finish_reason,
+                stop_token_id=output.stop_token_id,
+                drafts=drafts,
+                preempted_at=output.preempted_at,
+            )
 
     def stop_at(self, slot: int, num_tokens: int) -> Attempt | None:
         """End an attempt in which the peer found a stop string, with at most ``num_tokens`` tokens. An end that has not
@@ -223,6 +229,7 @@ class Attempts:
         stop_token_id: int | None = None,
         error: errors.TokenloomError | None = None,
         drafts: types_pb2.DraftCounts | None = None,
+        preempted_at: Sequence[int] = (),
     ) -> Attempt:
         del self.live[attempt.slot]
         attempt.finish_reason = reason
@@ -243,6 +250,7 @@ class Attempts:
                 prefill_ns=stats.prefill_ns,
                 drafts=drafts,
                 routed_experts=routed_message(attempt.routed) if attempt.routed else None,
+                preempted_at=preempted_at,
             )
         )
         return attempt

@@ -24,8 +24,8 @@ from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
-from .request.metrics import OutputProcessorMetrics
 from .request.requests import LiveRequestLimit, Requests, SampleGroup, default_prompt_bytes
+from .request.telemetry import OutputProcessorMetrics
 from .text.continued_text import detokenize
 from .text.vocabulary import Vocabulary
 

@@ -31,7 +31,7 @@ _GROUPS = {
         "certs",
     ),
     "Measure": ("bench.chaos", "bench.bench"),
-    "Install": ("build_kernels", "completion"),
+    "Install": ("install:build_kernels", "install:completion"),
 }
 
 _named: list[str] = []

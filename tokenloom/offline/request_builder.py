@@ -12,11 +12,11 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.model_files.checkpoint import CheckpointInfo
-from tokenloom.request import bad_words, validation
+from tokenloom.request import validation
 from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.narrowing import narrow_int
-from tokenloom.request.output_constraints import relax
+from tokenloom.request.output_constraints import forbid_words, relax, word_spellings
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sampling_params import sample_seed
@@ -118,8 +118,8 @@ class RequestBuilder:
         wire = params.to_wire()
         if wire.HasField("structured_outputs") and (lost := relax(wire.structured_outputs)):
             log.warning("no grammar expresses %s; the output may break it", ", ".join(lost))
-        spellings = bad_words.spellings(params.bad_words or ())
-        bad_words.forbid(wire, [self._encode(text) for text in spellings])
+        spellings = word_spellings(params.bad_words or ())
+        forbid_words(wire, [self._encode(text) for text in spellings])
         eos = () if params.ignore_eos else self.eos_token_ids
         wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
         if not wire.HasField("seed"):

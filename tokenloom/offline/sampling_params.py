@@ -4,9 +4,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tokenloom.request import bad_words, validation
+from tokenloom.request import validation
 from tokenloom.request.errors import InvalidArgument, TokenloomError
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_sampling
+from tokenloom.request.output_constraints import word_spellings
 from tokenloom.request.sampling_params import GenerationFields
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
@@ -26,7 +27,7 @@ class SamplingParams(GenerationFields, kw_only=True):
             validation.check_sampling(self.to_wire(), validation.ANY_MODEL, self.n)
             text = output_processor_pb2.TextOptions(stop=self.stop_strings(), detokenize=self.detokenize)
             validation.check_text(text)
-            bad_words.spellings(narrow("bad_words", self.bad_words or ()))
+            word_spellings(narrow("bad_words", self.bad_words or ()))
         except TokenloomError as error:
             raise ValueError(error.message) from None
 

@@ -1,4 +1,4 @@
-"""Converts constraints on the output (``structured_outputs``) to the wire and checks their limits.
+"""Converts constraints on the output (``structured_outputs``, ``bad_words``) to the wire and checks their limits.
 
 The limits bound the cost of compilation; only the engine's compiler finds out whether a constraint is valid.
 """
@@ -394,3 +394,33 @@ def has_depth(value: object, most: int) -> bool:
     return most > 0 and all(
         has_depth(part, most - 1) for part in (value.values() if isinstance(value, dict) else value)
     )
+
+
+MAX_BAD_WORDS = 1024
+"""Limits the token sequences of forbidden words."""
+MAX_BAD_WORD_CHARS = 1024
+
+
+def word_spellings(words: Sequence[str]) -> list[str]:
+    """Return the two texts of each forbidden word to encode, without special tokens, because a word has other tokens at
+    the start of a text than within it. Raises ``InvalidArgument``."""
+    if len(words) > MAX_BAD_WORDS // 2:
+        raise InvalidArgument(f"bad_words may hold at most {MAX_BAD_WORDS // 2} words, not {len(words)}", "bad_words")
+    for word in words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise InvalidArgument(f"bad_words may hold words of 1 to {MAX_BAD_WORD_CHARS} characters", "bad_words")
+        if not word.isprintable() and any("\ud800" <= character <= "\udfff" for character in word):
+            raise InvalidArgument("bad_words holds half of a surrogate pair, not a character", "bad_words")
+    return [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
+
+
+def forbid_words(params: types_pb2.SamplingParams, encoded: Sequence[Sequence[int]]) -> None:
+    """Add the sequences to forbid to ``params``; ``encoded`` holds the token ids of :func:`word_spellings`.
+
+    A sequence that ends with the tokens of the plain word is forbidden by them. vLLM also leaves out the spaced word if
+    the lengths differ, and so lets some words pass.
+    """
+    for plain, spaced in zip(encoded[::2], encoded[1::2], strict=True):
+        params.bad_words.add(ids=plain)
+        if list(spaced[-len(plain) :]) != list(plain):
+            params.bad_words.add(ids=spaced)

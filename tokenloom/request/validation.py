@@ -19,12 +19,11 @@ from tokenloom.v1.types_pb2 import SamplingParams as Params
 from . import packed_ids
 from .errors import ContextLengthExceeded, InvalidArgument
 from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE, check_bias_count, rows
-from .output_constraints import check_structured_outputs
+from .output_constraints import MAX_BAD_WORDS, check_structured_outputs
 from .sampling_params import DEFAULT_MAX_LOGPROBS, MAX_REPETITION, MAX_SAMPLES, SamplingFields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
-MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 128
 MAX_OUTPUTS = 1024
 """Samples of all prompts of one request."""

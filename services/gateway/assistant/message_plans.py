@@ -7,8 +7,8 @@ from functools import partial
 
 from msgspec import DecodeError
 
-from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.output_constraints import forbid_words, word_spellings
 from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_format
 from tokenloom.request.tool_format import ToolFormat, from_json, named_format
 from tokenloom.v1 import tokenizer_pb2, types_pb2
@@ -257,10 +257,10 @@ class MessagePlans:
         """Return the same, with the tokens with which calls begin."""
         if self.tools is None:
             return self
-        texts = bad_words.spellings(self.tools.openings)
+        texts = word_spellings(self.tools.openings)
         encoded = (await tokenizers.encode(texts, add_special_tokens=False)).prompts
         found = types_pb2.SamplingParams()
-        bad_words.forbid(found, [prompt.token_ids for prompt in encoded])
+        forbid_words(found, [prompt.token_ids for prompt in encoded])
         return replace(self, openings=[list(sequence.ids) for sequence in found.bad_words])
 
     def shown(self, request: ToolRequest) -> Sequence[Tool]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias, cast
 
-from tokenloom.request import bad_words, errors, packed_ids, validation
+from tokenloom.request import errors, output_constraints, packed_ids, validation
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prefix_schedule import MAX_BLOCKS, block_hashes, shortened
 from tokenloom.request.prompt_embeds import join_parts
@@ -159,9 +159,9 @@ async def forbid_words(
     limits: types_pb2.ModelLimits,
 ) -> None:
     """Add words of a request that must not appear to its parameters. Raises ``InvalidArgument``."""
-    texts, tenant = bad_words.spellings(request.bad_words), request.tenant.name
+    texts, tenant = output_constraints.word_spellings(request.bad_words), request.tenant.name
     encoded = (await tokenizers.encode(texts, add_special_tokens=False, tenant=tenant)).prompts
-    bad_words.forbid(sampling, [each.token_ids for each in encoded])
+    output_constraints.forbid_words(sampling, [each.token_ids for each in encoded])
     validation.check_sampling(sampling, limits)
 
 

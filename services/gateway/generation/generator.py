@@ -19,7 +19,7 @@ from ..metrics.gateway_metrics import GatewayMetrics
 from ..records.generate_request import Chat, GenerateRequest, sound_of
 from ..records.pooling_input import PoolingInput, task_name
 from ..records.request_ids import NEW, ResumeToken
-from ..request_log.request_record import record_generation
+from ..request_log.finished_request import record_generation
 from ..tenants.tenant import Tenant
 from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_run import BeamTexts

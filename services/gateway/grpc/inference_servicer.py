@@ -21,7 +21,7 @@ from ..mesh.collector import Delta
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter
 from ..records.request_ids import NEW, ResumeToken
-from ..request_log.request_record import CURRENT_RECORD
+from ..request_log.finished_request import CURRENT_RECORD
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant

@@ -5,7 +5,7 @@ from tokenloom.services.runtime.host.servicer_edge import ObserveCall, ObserveEn
 
 from ..http.response_counts import ResponseCounts
 from ..request_log.access_log import FinishedRequests
-from ..request_log.request_record import CURRENT_RECORD, RequestRecord
+from ..request_log.finished_request import CURRENT_RECORD, RequestRecord
 from ..tenants.api_keys import call_key
 
 _RECORDED = frozenset(

@@ -14,7 +14,7 @@ from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
 from ..request_log.access_log import FinishedRequests
-from ..request_log.request_record import CURRENT_RECORD
+from ..request_log.finished_request import CURRENT_RECORD
 from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant import NO_TENANT, Tenant
 from ..tenants.tenant_shares import TenantShares

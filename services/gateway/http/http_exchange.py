@@ -14,7 +14,7 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.telemetry import tracing
 
 from ..encoding.sse import encode_json
-from ..request_log.request_record import RequestRecord
+from ..request_log.finished_request import RequestRecord
 from ..tenants.tenant import Tenant
 from .client_flow import ClientDisconnected, Headers
 from .request_body import OFF_LOOP_BYTES, RequestBody, too_large

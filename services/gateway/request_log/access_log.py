@@ -7,8 +7,7 @@ from typing import Final
 
 from tokenloom.services.runtime.telemetry.logs import with_fields
 
-from .finished_request import FinishedRequest, RecentRequests
-from .request_record import RequestRecord
+from .finished_request import FinishedRequest, RecentRequests, RequestRecord
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import EngineSearch, Lifetime
 from ..placement.placement import FirstPick, PendingPick, Placer
 from .outbox import Outbox
-from .request_span import RequestSpan
 from .request_stages import make_pooling_add
 from .sample_output import weights_version
+from .telemetry import RequestSpan
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,11 @@ from ..placement.engine_search import Lifetime
 from ..placement.placement import FirstPick, Placer
 from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
-from .metrics import OutputProcessorMetrics
 from .outbox import Outbox
 from .pooled_request import PooledRequest
-from .request_span import RequestSpan
 from .request_stages import RequestStages
 from .sample_output import SampleOutput
+from .telemetry import OutputProcessorMetrics, RequestSpan
 
 _UNWANTED = (FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT)
 _GROUP_BYTES = 4096

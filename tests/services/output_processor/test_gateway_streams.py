@@ -12,8 +12,8 @@ from tests.services.output_processor.fakes import SOON, submit
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.gateway_stream import GatewayStream, GatewayStreams
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.metrics import OutputProcessorMetrics
 from tokenloom.services.output_processor.request.requests import LiveRequestLimit, Requests, SampleGroup
+from tokenloom.services.output_processor.request.telemetry import OutputProcessorMetrics
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget

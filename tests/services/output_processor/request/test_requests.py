@@ -17,9 +17,9 @@ from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.output_processor.placement import engine_search as lifetime
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.metrics import OutputProcessorMetrics
 from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.requests import LiveRequestLimit, Requests, SampleGroup
+from tokenloom.services.output_processor.request.telemetry import OutputProcessorMetrics
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.services.runtime.tasks import Tasks

@@ -1,6 +1,8 @@
-"""``tokenloom build-kernels`` builds the CPU kernels ahead, for wheels and images."""
+"""What an installation has besides the package: ``tokenloom build-kernels`` builds the CPU kernels ahead, for wheels
+and images, and ``tokenloom completion`` prints a shell's completion script."""
 
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -48,3 +50,19 @@ def build_kernels(
             size = sum(library.stat().st_size for library in libraries)
             seconds = time.monotonic() - started
             print(f"{name}: {len(libraries)} libraries, {size / 1e6:.1f} MB, {seconds:.0f} s in {libraries[0].parent}")
+
+
+class Shell(StrEnum):
+    """The supported shells."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="Shell that will read the script.")]) -> None:
+    """Print a script that completes commands and options: eval "$(tokenloom completion bash)"."""
+    # What --show-completion prints; imported here, because it takes time at the start of the other command.
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    print(get_completion_script(prog_name="tokenloom", complete_var="_TOKENLOOM_COMPLETE", shell=shell.value))

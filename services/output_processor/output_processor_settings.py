@@ -1,5 +1,6 @@
 """Options of an output processor."""
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
@@ -50,3 +51,21 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=3600)],
         "Seconds without a step after which an engine that has work counts as dead.",
     ] = 60.0
+    request_record_dir: Annotated[
+        Annotated[Path | None, Meta(extra={"directory": True})],
+        "Directory for a record of each request that ends: the ids of its prompt and its outputs, its parameters, and "
+        "where it was computed, from which `tokenloom replay` computes it again. Output processors of a host may share "
+        "it. Without it nothing is recorded.",
+    ] = None
+    request_record_days: Annotated[
+        Annotated[int, Meta(ge=1, le=3650)], "Days after which the files of records are removed."
+    ] = 7
+    request_record_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 20)], "Bytes of all files of records; beyond them the oldest are removed."
+    ] = 1 << 30
+    request_record_text: Annotated[bool, "Record the texts of prompts and outputs beside their ids."] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.request_record_text and self.request_record_dir is None:
+            raise ValueError("--request-record-text needs --request-record-dir, which says where records are kept")

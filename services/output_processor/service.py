@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
 
@@ -28,6 +28,9 @@ from .request.requests import LiveRequestLimit, Requests, SampleGroup, default_p
 from .request.telemetry import OutputProcessorMetrics
 from .text.continued_text import detokenize
 from .text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from .request.request_recorder import RequestRecorder
 
 Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]
 """Reads what an output processor needs of a checkpoint."""
@@ -73,6 +76,11 @@ class OutputProcessorService:
             num_kept=settings.engine_subset,
             fall_backs=host.fall_backs,
         )
+        metrics = OutputProcessorMetrics(host.metrics, lambda: requests.num_live, lambda: links.num_open)
+        recorder: RequestRecorder | None = None
+        if (folder := settings.request_record_dir) is not None:
+            recorder = await self._record(folder, host, fingerprint, vocabulary, metrics)
+            self._closing.push_async_callback(recorder.close)  # after the requests have ended
         placer = Placer(
             host.channels.open(settings.coordinator, "coordinator"),
             fingerprint,
@@ -91,7 +99,7 @@ class OutputProcessorService:
             placer,
             vocabulary,
             frozenset(info.eos_token_ids),
-            OutputProcessorMetrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
+            metrics,
             limit=LiveRequestLimit(
                 settings.max_requests, settings.max_prompt_bytes or default_prompt_bytes(memory_limit())
             ),
@@ -99,9 +107,35 @@ class OutputProcessorService:
             tracer=host.tracer,
             clock=host.clock.nanoseconds,
         )
+        requests.recorder = recorder
         self._draining.push_async_callback(_drain, streams, requests, settings.drain)
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
         host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, streams, vocabulary))
+
+    async def _record(
+        self,
+        folder: Path,
+        host: Host,
+        fingerprint: Fingerprint,
+        vocabulary: Vocabulary,
+        metrics: OutputProcessorMetrics,
+    ) -> "RequestRecorder":
+        """Return what records the requests that end. Raises ``InvalidArgument`` if the folder cannot be used."""
+        # Imported here, because most meshes record nothing.
+        from .request.request_recorder import RecordFiles, RecordOrigin, RequestRecorder, place_of
+
+        settings, now = self._settings, host.clock.wall_milliseconds
+        limits = {"max_bytes": settings.request_record_bytes, "days": settings.request_record_days}
+        recorder = RequestRecorder(
+            RecordFiles(folder, now=now, epoch=host.epoch, **limits),
+            RecordOrigin(fingerprint.model, place_of(settings.model), fingerprint.tokenizer),
+            vocabulary if settings.request_record_text else None,
+            count=metrics.recorded,
+            fall_backs=host.fall_backs,
+            now=now,
+        )
+        await recorder.open(folder)
+        return recorder
 
     async def drain(self) -> None:
         await self._draining.aclose()

@@ -94,6 +94,7 @@ class Mesh:
         engine: Settings of every engine, or of the one with a number, beside the worker.
         gateway: Settings of the gateway.
         coordinator: Settings of the coordinator.
+        output_processor: Settings of every output processor.
         certificates: Folder that ``make_certificates`` filled; None: everybody talks in plain text.
         common: Settings of every part.
     """
@@ -108,6 +109,7 @@ class Mesh:
         engine: dict[str, Any] | Callable[[int], dict[str, Any]] | None = None,
         gateway: dict[str, Any] | None = None,
         coordinator: dict[str, Any] | None = None,
+        output_processor: dict[str, Any] | None = None,
         certificates: Path | None = None,
         common: dict[str, Any] | None = None,
     ) -> None:
@@ -116,6 +118,7 @@ class Mesh:
         self.certificates = certificates
         self.tokenizer: Tokenizer = load_tokenizer(DEMO_MODEL)
         self._coordinator_settings = coordinator or {}
+        self._output_processor_settings = output_processor or {}
         self.coordinator = self._coordinator()
         self.tokenizers = [self._tokenizer(index) for index in range(tokenizers)]
         self.output_processors = [self._output_processor(index) for index in range(output_processors)]
@@ -219,7 +222,9 @@ class Mesh:
 
     def _output_processor(self, index: int) -> Part:
         settings = OutputProcessorSettings.of(
-            **self._common(f"output_processor-{index}"), coordinator=self.address("coordinator-0")
+            **self._common(f"output_processor-{index}"),
+            coordinator=self.address("coordinator-0"),
+            **self._output_processor_settings,
         )
         return Part(OutputProcessorService, settings)
 

@@ -185,7 +185,7 @@ class SplitMesh(Mesh):
     """Args:
     roles: One engine of each.
     engine: Settings of all engines; ``prefill``, ``decode``: of those only.
-    gateway: Settings of the gateway.
+    gateway, output_processor: Settings of these.
     pd_threshold: 0, so that even one token goes from engine to engine.
     """
 
@@ -200,12 +200,20 @@ class SplitMesh(Mesh):
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
+        output_processor: dict[str, Any] | None = None,
         pd_threshold: int = 0,
         certificates: Path | None = None,
         common: dict[str, Any] | None = None,
     ) -> None:
         self._pd_threshold = pd_threshold
-        super().__init__(directory, engines=0, gateway=gateway, certificates=certificates, common=common)
+        super().__init__(
+            directory,
+            engines=0,
+            gateway=gateway,
+            output_processor=output_processor,
+            certificates=certificates,
+            common=common,
+        )
         of_role = {"prefill": prefill or {}, "decode": decode or {}}
         for role in roles:
             self.new_engine(role, **{**(engine or {}), **of_role.get(role, {})})

@@ -23,6 +23,7 @@ KINDS: Final[Mapping[str, str]] = {
     "failed_plugin": "A placement rule or a scheduler of a plugin fails: what is built in decides in its place.",
     "unfollowed_cache": "The events of an engine's prefix cache are of no use: only the coordinator's picks are known.",
     # Seen by output processors.
+    "unrecorded": "Requests that end are not recorded: the folder of --request-record-dir takes too few or none.",
     "last_snapshot": "The coordinator does not answer: requests are placed by its last snapshot.",
     # Seen by output processors and gateways.
     "wrong_peer": "A part sent invalid messages: it gets no requests that another one can run.",

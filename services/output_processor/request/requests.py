@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.limits import Reservation
@@ -24,6 +25,9 @@ from .pooled_request import PooledRequest
 from .request_stages import RequestStages
 from .sample_output import SampleOutput
 from .telemetry import OutputProcessorMetrics, RequestSpan
+
+if TYPE_CHECKING:
+    from .request_recorder import RequestRecorder
 
 _UNWANTED = (FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT)
 _GROUP_BYTES = 4096
@@ -61,7 +65,7 @@ class SampleGroup:
         self._samples: list[RequestStages] = []
         for output in samples:
             index = output.sample_index
-            params = submit.sampling_params if index == 0 else _params_of_later(submit, index)
+            params = submit.sampling_params if index == 0 else params_of_later(submit, index)
             stages = RequestStages(submit, params, output, placer, tasks, self._sample_ended, self._lifetime)
             self._samples.append(stages)
         self._num_live = len(samples)
@@ -224,7 +228,7 @@ def _ignore(_: object) -> None:
     """Do nothing."""
 
 
-def _params_of_later(submit: Submit, index: int) -> SamplingParams:
+def params_of_later(submit: Submit, index: int) -> SamplingParams:
     """Return the parameters of a sample after the first: its own seed, and no log probabilities of the prompt."""
     params = SamplingParams()
     params.CopyFrom(submit.sampling_params)
@@ -308,7 +312,12 @@ class LiveRequestLimit:
 
 class Requests:
     """Makes requests from Submits, and counts what they take up while they are live. The limits of this count also
-    limit every table and queue of this process."""
+    limit every table and queue of this process.
+
+    Attributes:
+        kept: The requests that can be resumed.
+        recorder: Records those that end; None: none does.
+    """
 
     def __init__(
         self,
@@ -328,6 +337,7 @@ class Requests:
         clock: Returns nanoseconds, by which the times of requests are measured.
         """
         self.kept = kept
+        self.recorder: RequestRecorder | None = None
         self._clock = clock
         self._placer = placer
         self._vocabulary = vocabulary
@@ -403,7 +413,13 @@ class Requests:
         for index in range(count):
             journal = journals.get(index)
             if journal is None or not journal.finished:
-                samples.append(SampleOutput(submit, words, ends, outbox, clock, sample_index=index, journal=journal))
+                sample = SampleOutput(
+                    *(submit, words, ends, outbox, clock),
+                    sample_index=index,
+                    journal=journal,
+                    is_recorded=self.recorder is not None,
+                )
+                samples.append(sample)
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
         self._idle.clear()
         live = self._limit.take(submit, len(samples))
@@ -413,6 +429,8 @@ class Requests:
             if submit.fingerprint:
                 group.on_over = self.kept.ended
                 self.kept.add(group)
+            if self.recorder is not None:
+                group.on_over = self.recorder.follow(submit, samples, group.on_over)
             return group
         except BaseException:
             self._give_up(live)

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tokenloom.request import errors, logprob_columns, wire_errors
 from tokenloom.request.packed_ids import ids_of
@@ -24,6 +25,25 @@ _TOKEN_BYTES = 36
 """Memory of a token in a journal: an integer, and the list's reference to it."""
 
 
+class Leg(NamedTuple):
+    """What one engine was given to compute of a sample.
+
+    Attributes:
+        slot: Of the attempt, on the stream to the engine.
+        kind: ``whole``, ``prefill`` or ``decode``.
+        start: Output tokens that there were.
+        serves: What the engine serves.
+        preempted_at: Output tokens at each preemption.
+    """
+
+    engine_id: str
+    slot: int
+    kind: str
+    start: int
+    serves: Fingerprint
+    preempted_at: Sequence[int] = ()
+
+
 class SampleOutput:
     """Turns the tokens of a sample's attempts into text, and puts both into the outbox of the gateway's stream.
 
@@ -40,6 +60,9 @@ class SampleOutput:
         weights: Fingerprints of those that computed its tokens, and compute the next ones, in order; several only after
             a change of weights for which an operator let requests go on. Empty: unknown.
         numerics: Of the engine that computes the next ones; empty: unknown.
+        num_given: Tokens that an output processor which was lost has sent.
+        legs: Where its tokens were computed; None unless the request is recorded.
+        kept_logprobs: All that were sent, for a client that returns or a record; None: nobody needs them again.
         finished: How it ended; None while it runs.
     """
 
@@ -53,8 +76,10 @@ class SampleOutput:
         *,
         sample_index: int = 0,
         journal: SampleJournal | None = None,
+        is_recorded: bool = False,
     ) -> None:
-        """``journal``: what the client has of the sample, from an output processor that was lost."""
+        """``journal``: what the client has of the sample, from an output processor that was lost. ``is_recorded``:
+        whether to keep what a record of the request holds."""
         params, interval = submit.sampling_params, submit.text.stream_interval
         prompt_ids = submit.prompt.token_ids or ids_of(submit.prompt)
         self._num_prompt_tokens = len(prompt_ids)
@@ -62,13 +87,13 @@ class SampleOutput:
         self._key = submit.slot, sample_index
         self._interval = interval
         self._outbox = outbox
-        num_given = 0 if journal is None else len(journal.token_ids)
-        self._rows = PacedOutbox(outbox, interval, num_given) if interval > 1 else outbox
+        self.num_given = 0 if journal is None else len(journal.token_ids)
+        self._rows = PacedOutbox(outbox, interval, self.num_given) if interval > 1 else outbox
         self._vocabulary = vocabulary
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._max_tokens = params.max_tokens or sys.maxsize
         self.clock = clock
-        self._text = OutputText(_detokenizer(submit, vocabulary), self._stop_token_ids, eos_token_ids)
+        self._text = OutputText(detokenizer_of(submit, vocabulary), self._stop_token_ids, eos_token_ids)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
         num_known = submit.num_prompt_logprobs
         self._prompt_logprobs = PromptLogprobTexts(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
@@ -82,7 +107,9 @@ class SampleOutput:
         self._prefill: Finished | None = None
         # Log probabilities cannot be made again, unlike text.
         has_logprobs = has_prompt_logprobs or params.HasField("logprobs")
-        self._kept_logprobs: list[SlotTextLogprobs] | None = [] if submit.fingerprint and has_logprobs else None
+        is_kept = has_logprobs and (is_recorded or bool(submit.fingerprint))
+        self.kept_logprobs: list[SlotTextLogprobs] | None = [] if is_kept else None
+        self.legs: list[Leg] | None = [] if is_recorded else None
         self.routed: RoutedOutput | None = None
         if params.return_routed_experts:
             self.routed = RoutedOutput(params, len(prompt_ids), sample_index)
@@ -171,6 +198,14 @@ class SampleOutput:
         """Note the end of the first prefill leg: everything after the first token counts as decoding."""
         self._prefill = self._prefill or finished
 
+    def note_preemptions(self, engine_id: str, slot: int, preempted_at: Sequence[int]) -> None:
+        """Note at how many output tokens an attempt was preempted, if that is recorded."""
+        legs = self.legs or []
+        for place in reversed(range(len(legs))):  # an earlier stream to the engine may have had the same slot
+            if (legs[place].engine_id, legs[place].slot) == (engine_id, slot):
+                legs[place] = legs[place]._replace(preempted_at=tuple(preempted_at))
+                return
+
     def retry(self) -> None:
         """Note that an engine failed this sample and that its leg is placed again."""
         self.num_attempts += 1
@@ -218,17 +253,15 @@ class SampleOutput:
     @property
     def num_kept_bytes(self) -> int:
         """Bytes of memory that the output takes, about."""
-        return _TOKEN_BYTES * len(self.token_ids) + sum(columns.ByteSize() for columns in self._kept_logprobs or ())
+        return _TOKEN_BYTES * len(self.token_ids) + sum(columns.ByteSize() for columns in self.kept_logprobs or ())
 
     @property
     def can_repeat(self) -> bool:
         """Whether everything is here that :meth:`attach` sends. Log probabilities of tokens that another output
         processor sent are not."""
-        if self._kept_logprobs is None:
+        if self.kept_logprobs is None:
             return True
-        first = next(
-            (columns.token_index for columns in self._kept_logprobs if not columns.prompt), len(self.token_ids)
-        )
+        first = next((columns.token_index for columns in self.kept_logprobs if not columns.prompt), len(self.token_ids))
         has_all = first == 0 or not self._submit.sampling_params.HasField("logprobs")
         return has_all and not self._submit.num_prompt_logprobs
 
@@ -245,14 +278,14 @@ class SampleOutput:
     def attach(self, outbox: Outbox, slot: int, position: SamplePosition) -> None:
         """Send the output from a position on, and everything that follows, to another slot or stream."""
         start = position.num_tokens
-        data = self._text_so_far().encode()
+        data = self.text_so_far().encode()
         self._key = slot, self._key[1]
         self._outbox = outbox
         self._rows = PacedOutbox(outbox, self._interval) if self._interval > 1 else outbox
         self._tell_weights(outbox)
         self._bytes_to_skip = max(position.emitted_text_bytes - len(data), 0)
         text = data[position.emitted_text_bytes :].decode(errors="ignore")
-        for columns in self._kept_logprobs or ():
+        for columns in self.kept_logprobs or ():
             if (rest := part_with_texts(columns, 0 if columns.prompt else start)) is not None:
                 self._rows.add_logprobs(self._key, rest)
         if text or start < len(self.token_ids):
@@ -263,9 +296,9 @@ class SampleOutput:
             finished.slot = slot
             self._rows.finish(finished)
 
-    def _text_so_far(self) -> str:
+    def text_so_far(self) -> str:
         """Return all text that was sent, made again from the tokens."""
-        again = OutputText(_detokenizer(self._submit, self._vocabulary), self._stop_token_ids)
+        again = OutputText(detokenizer_of(self._submit, self._vocabulary), self._stop_token_ids)
         text, _ = again.add(self.token_ids)
         return text if self.finished is None else text + again.finish()
 
@@ -276,8 +309,8 @@ class SampleOutput:
         self._send_logprobs(columns)
 
     def _send_logprobs(self, columns: SlotTextLogprobs) -> None:
-        if self._kept_logprobs is not None:
-            self._kept_logprobs.append(columns)
+        if self.kept_logprobs is not None:
+            self.kept_logprobs.append(columns)
         self._rows.add_logprobs(self._key, columns)
 
     def _unsent(self, text: str) -> str:
@@ -359,7 +392,8 @@ class RoutedOutput:
         return routed_message(self._rows) if is_complete else None
 
 
-def _detokenizer(submit: Submit, vocabulary: Vocabulary) -> Detokenizer:
+def detokenizer_of(submit: Submit, vocabulary: Vocabulary) -> Detokenizer:
+    """Return what makes the text of one sample of a request."""
     text = submit.text
     return Detokenizer(
         vocabulary,

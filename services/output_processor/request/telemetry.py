@@ -34,6 +34,13 @@ class OutputProcessorMetrics:
         self._mixed = Counter(
             name + "mixed_numerics", "Outputs that engines of different numerics generated.", registry=registry
         )
+        records = Counter(
+            name + "request_records",
+            "Requests that ended and were recorded, or dropped (--request-record-dir).",
+            ["outcome"],
+            registry=registry,
+        )
+        self._records = {True: records.labels("written"), False: records.labels("dropped")}
         self._placement = fast_metrics.Histogram(
             registry,
             name + "placement_seconds",
@@ -44,6 +51,10 @@ class OutputProcessorMetrics:
         self._detokenize = Counter(
             name + "detokenize_seconds", "Seconds spent on turning tokens into text.", registry=registry
         )
+
+    def recorded(self, is_written: bool) -> None:
+        """Count a request that ended where requests are recorded; from any thread."""
+        self._records[is_written].inc()
 
     def ended(self, finished: RequestFinished) -> None:
         """Count a sample that ended."""

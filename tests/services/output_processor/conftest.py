@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -136,8 +137,19 @@ def roles() -> list[EngineRole]:
 
 
 @pytest.fixture
+def settings() -> dict[str, Any]:
+    """More of the output processor's."""
+    return {}
+
+
+@pytest.fixture
 async def mesh(
-    socket_dir: Path, roles: list[EngineRole], hang_timeout: float, heartbeat: float, monkeypatch: pytest.MonkeyPatch
+    socket_dir: Path,
+    roles: list[EngineRole],
+    hang_timeout: float,
+    heartbeat: float,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Mesh]:
     monkeypatch.setattr(server_stream, "HEARTBEAT_SECONDS", heartbeat)
     fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
@@ -155,20 +167,21 @@ async def mesh(
     ]
     coordinator = FakeCoordinator([engine.identity for engine in engines], roles)
     servers = [serve_engine(engine) for engine in engines]
-    settings = OutputProcessorSettings.of(
+    all_settings = OutputProcessorSettings.of(
         listen=f"unix:{socket_dir}/op",
         metrics_listen="",
         coordinator=f"unix:{socket_dir}/co",
         drain_timeout=0,
         engine_hang_timeout=hang_timeout,
+        **settings,
     )
     async with AsyncExitStack() as stack, serve_coordinator(socket_dir / "co", coordinator):
         for server in servers:
             await stack.enter_async_context(server)
-        host = await stack.enter_async_context(running(OutputProcessorService(settings), settings))
+        host = await stack.enter_async_context(running(OutputProcessorService(all_settings), all_settings))
         channel = await stack.enter_async_context(ready_channel(host.address))
         await asyncio.wait_for(coordinator.watched.wait(), SOON)
-        mesh = Mesh(engines, servers, coordinator, channel, load_tokenizer(DEMO_MODEL))
+        mesh = Mesh(engines, servers, coordinator, channel, load_tokenizer(DEMO_MODEL), host)
         yield mesh
         for gateway in mesh.gateways:
             gateway.close()

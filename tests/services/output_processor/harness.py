@@ -6,6 +6,7 @@ import grpc.aio
 from tokenizers import Tokenizer
 
 from tests.services.output_processor.fakes import EngineStream, FakeCoordinator, FakeEngine, Gateway, Served
+from tokenloom.services.runtime.host.host import Host
 
 
 @dataclass
@@ -17,6 +18,7 @@ class Mesh:
     coordinator: FakeCoordinator
     channel: grpc.aio.Channel
     tokenizer: Tokenizer
+    host: Host
     gateways: list[Gateway] = field(default_factory=list)
 
     async def gateway(self, credit: int = 1000, peer_id: str = "gateway-0") -> Gateway:

@@ -1,0 +1,315 @@
+"""Records the requests that have ended, for `tokenloom replay`. Nothing waits for the disk but the records."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+from google.protobuf.json_format import MessageToDict
+
+from tokenloom import __version__
+from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request import logprob_columns
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.packed_ids import ids_of
+from tokenloom.request.request_records import (
+    VERSION,
+    RecordedLeg,
+    RecordedLogprobs,
+    RecordedOutput,
+    RecordedRequest,
+    RecordFiles,
+    floats,
+    sealed,
+)
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs, Submit
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs
+
+from ..text.vocabulary import Vocabulary
+from .sample_output import Leg, SampleOutput
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING_BYTES: Final = 64 << 20
+"""Memory of requests that have ended and wait for the disk; what is beyond it is not recorded."""
+EXPIRY_SECONDS: Final = 3600.0
+"""How often files that are too old are looked for while no file begins."""
+_LAST_SECONDS = 5.0
+"""How long the records that wait have at the end of this process."""
+_FALL_BACK = "unrecorded"
+
+Group = TypeVar("Group")
+
+
+class RecordOrigin(NamedTuple):
+    """What all records of an output processor have in common.
+
+    Attributes:
+        model: The name under which it is served.
+        path: The model as this process was given it.
+        tokenizer: The fingerprint of its files.
+    """
+
+    model: str
+    path: str
+    tokenizer: bytes
+
+
+class EndedRequest(NamedTuple):
+    """What is kept of a request until it is written. Nothing of it changes any more."""
+
+    submit: Submit
+    outputs: Sequence[SampleOutput]
+    began_ms: int
+    ended_ms: int
+    num_bytes: int
+
+
+class RequestRecorder:
+    """Takes the requests that end, in the event loop, and writes their records in a thread of its own."""
+
+    def __init__(
+        self,
+        files: RecordFiles,
+        origin: RecordOrigin,
+        vocabulary: Vocabulary | None,
+        *,
+        count: Callable[[bool], object],
+        fall_backs: FallBacks,
+        now: Callable[[], int],
+    ) -> None:
+        """Args:
+        vocabulary: Makes the texts of prompts; None: records hold no texts.
+        count: Called for each request that ends, with whether it is recorded.
+        fall_backs: Show that requests are not recorded.
+        now: Returns milliseconds since 1970.
+        """
+        self._files = files
+        self._origin = origin
+        self._vocabulary = vocabulary
+        self._count = count
+        self._fall_backs = fall_backs
+        self._now = now
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="records")
+        self._waiting: list[EndedRequest] = []
+        self._num_bytes = 0  # of those that wait or are being written
+        self._writing: asyncio.Future[str] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._has_dropped = False  # since the present writing began
+        self._was_too_large = False  # and logged
+
+    async def open(self, folder: Path) -> None:
+        """Make the files' folder. Raises ``InvalidArgument`` if it cannot be used."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._files.open)
+        except OSError as error:
+            raise InvalidArgument(
+                f"--request-record-dir: {folder} cannot be used: {error.strerror}; name a folder that this user can "
+                "write",
+                "request_record_dir",
+            ) from None
+        self._expire_later()
+
+    def follow(
+        self, submit: Submit, outputs: Sequence[SampleOutput], then: Callable[[Group], object]
+    ) -> Callable[[Group], object]:
+        """Return what is to be called when a request has ended: it is recorded, after what ``then`` does."""
+        began_ms = self._now()
+
+        def over(group: Group) -> None:
+            then(group)
+            self.add(submit, outputs, began_ms)
+
+        return over
+
+    def add(self, submit: Submit, outputs: Sequence[SampleOutput], began_ms: int) -> None:
+        """Take a request whose outputs have ended. One that finds too many before it is not recorded."""
+        num_bytes = submit.ByteSize() + sum(output.num_kept_bytes for output in outputs)
+        if self._is_closed or self._num_bytes + num_bytes > MOST_WAITING_BYTES:
+            self._has_dropped = True
+            self._count(False)
+            self._fall_backs.begin(_FALL_BACK, "the disk is slower than the requests")
+            return
+        self._num_bytes += num_bytes
+        self._waiting.append(EndedRequest(submit, outputs, began_ms, self._now(), num_bytes))
+        if self._writing is None:
+            self._write_waiting()
+
+    async def close(self) -> None:
+        """Write what waits, for a few seconds at most, and close the files. Idempotent."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _LAST_SECONDS
+        while self._writing is not None and loop.time() < until:
+            await asyncio.wait([self._writing], timeout=until - loop.time())  # then the next writing has begun
+        for _ in self._waiting:
+            self._count(False)
+        self._waiting.clear()
+        if self._writing is None:
+            await loop.run_in_executor(self._thread, self._files.close)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _write_waiting(self) -> None:
+        ended, self._waiting, self._has_dropped = self._waiting, [], False
+        self._writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, ended)
+        self._writing.add_done_callback(lambda done: self._written(ended, done))
+
+    def _written(self, ended: Sequence[EndedRequest], done: "asyncio.Future[str]") -> None:
+        self._writing = None
+        self._num_bytes -= sum(each.num_bytes for each in ended)
+        if done.cancelled():  # the loop ends
+            return
+        if reason := done.result():
+            self._fall_backs.begin(_FALL_BACK, reason)
+        elif not self._has_dropped:
+            self._fall_backs.end(_FALL_BACK)
+        if self._waiting:
+            self._write_waiting()
+
+    def _write(self, ended: Iterable[EndedRequest]) -> str:
+        """Write the records of requests, in the thread. Returns why the disk refused one; empty: it refused none."""
+        refusal = ""
+        for each in ended:
+            is_written = False
+            try:
+                is_written = self._write_one(each)
+            except OSError as error:
+                refusal = f"{error.strerror or error}"
+            except Exception:  # a fault of one record never ends those of others
+                log.exception("a request cannot be recorded", extra={"request_id": each.submit.request_id})
+            self._count(is_written)
+        return refusal
+
+    def _write_one(self, ended: EndedRequest) -> bool:
+        """Write a record, unless it is too large. Raises ``OSError``."""
+        line = sealed(record_of(ended, self._origin, self._vocabulary))
+        if len(line) <= self._files.largest_record:
+            self._files.write(line)
+            return True
+        if not self._was_too_large:
+            self._was_too_large = True
+            log.warning(
+                "a record of %d bytes is not written, nor are others of more than %d, half of --request-record-bytes",
+                len(line),
+                self._files.largest_record,
+            )
+        return False
+
+    def _expire_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(EXPIRY_SECONDS, self._expire)
+
+    def _expire(self) -> None:
+        self._thread.submit(self._files.expire)
+        self._expire_later()
+
+
+def place_of(model: str) -> str:
+    """Return what names a model wherever a command is run: a path from the root on, or a hub id as it is."""
+    return os.path.abspath(model) if os.path.exists(model) else model
+
+
+def record_of(ended: EndedRequest, origin: RecordOrigin, vocabulary: Vocabulary | None) -> RecordedRequest:
+    """Return the record of a request. ``vocabulary``: None: it holds no texts."""
+    submit = ended.submit
+    prompt = submit.prompt
+    token_ids = list(prompt.token_ids or ids_of(prompt))
+    text = None
+    if vocabulary is not None:
+        text = b"".join(map(vocabulary.token_bytes, token_ids)).decode(errors="replace")
+    left_out = ["prompt embeddings"] if prompt.embeds else []
+    if prompt.media:
+        left_out.append("images and sounds")
+    return RecordedRequest(
+        version=VERSION,
+        id=submit.request_id,
+        tenant=submit.tenant,
+        model=origin.model,
+        path=origin.path,
+        tokenizer=origin.tokenizer.hex(),
+        release=__version__,
+        began_ms=ended.began_ms,
+        ended_ms=ended.ended_ms,
+        prompt=token_ids,
+        prompt_text=text,
+        reasoning_start=prompt.reasoning_start,
+        adapter=prompt.adapter.hex(),
+        sampling_params=MessageToDict(submit.sampling_params, preserving_proto_field_name=True),
+        text_options=MessageToDict(submit.text, preserving_proto_field_name=True),
+        is_half=submit.HasField("kv_transfer"),
+        left_out=left_out,
+        outputs=[_output_of(output, has_text=vocabulary is not None) for output in ended.outputs],
+    )
+
+
+def _output_of(output: SampleOutput, *, has_text: bool) -> RecordedOutput:
+    finished = output.finished
+    assert finished is not None, "only outputs that have ended are recorded"
+    kept = output.kept_logprobs or []
+    return RecordedOutput(
+        index=output.sample_index,
+        token_ids=list(output.token_ids),
+        finish_reason=_reason_name(finished.reason),
+        stop_reason=finished.stop_reason,
+        error=finished.error.reason,
+        text=output.text_so_far() if has_text else None,
+        logprobs=_columns([each for each in kept if not each.prompt]),
+        prompt_logprobs=_columns([each for each in kept if each.prompt]),
+        weights=[each.hex() for each in output.weights],
+        numerics=output.numerics,
+        is_mixed=finished.timeline.mixed_numerics,
+        num_given=output.num_given,
+        legs=list(map(_leg_of, output.legs or ())),
+        cached_tokens=finished.cached_tokens,
+        timeline=_timeline_of(finished),
+    )
+
+
+def _reason_name(reason: FinishReason) -> str:
+    known = reason in FinishReason.values()  # an engine of a newer release may know more
+    return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower() if known else str(reason)
+
+
+def _leg_of(leg: Leg) -> RecordedLeg:
+    serves = leg.serves
+    return RecordedLeg(
+        engine=leg.engine_id,
+        kind=leg.kind,
+        start=leg.start,
+        weights=serves.weights.hex(),
+        numerics=serves.numerics,
+        kv_layout=serves.kv_layout,
+        preempted_at=list(leg.preempted_at),
+    )
+
+
+def _timeline_of(finished: RequestFinished) -> dict[str, int | str | bool]:
+    return {field.name: value for field, value in finished.timeline.ListFields() if field.message_type is None}
+
+
+def _columns(parts: Iterable[SlotTextLogprobs]) -> list[RecordedLogprobs]:
+    """Return log probabilities in as few columns as they fill: each part follows the one before, as a rule."""
+    joined: list[tuple[int, Logprobs]] = []
+    for part in parts:
+        if joined and part.token_index == joined[-1][0] + logprob_columns.num_positions(joined[-1][1]):
+            logprob_columns.extend(joined[-1][1], part.logprobs)
+        else:
+            own = Logprobs()
+            own.CopyFrom(part.logprobs)
+            joined.append((part.token_index, own))
+    return [
+        RecordedLogprobs(
+            start=start,
+            sampled=floats(each.sampled),
+            ranks=list(each.rank),
+            top=each.top,
+            token_ids=list(each.token_id),
+            logprobs=floats(each.logprob),
+        )
+        for start, each in joined
+    ]

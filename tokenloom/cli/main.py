@@ -19,7 +19,7 @@ with uncollected_imports():
 _GROUPS = {
     "Serve": ("serve.serve", "serve.run", "mesh.demo", "mesh.local_mesh:stop", "fetch"),
     "Ask a server": ("chat.chat", "chat.chat:complete", "chat.chat:transcribe", "batch.run_batch", "models"),
-    "Run without a server": ("batch.generate",),
+    "Run without a server": ("batch.generate", "replay"),
     "Manage a mesh": (
         "mesh.local_mesh:ps",
         "mesh.local_mesh:top",

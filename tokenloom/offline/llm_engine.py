@@ -323,11 +323,15 @@ class LLMEngine:
         """Return whether the engine is paused, or sleeps."""
         return bool(self.client.call_utility("calls_to_run"))
 
+    def fingerprint(self, weights: Path | None = None) -> types_pb2.Fingerprint:
+        """Return what identifies the model and how it is computed, as engines of a mesh say it. Reads all files of the
+        weights, unless their hash is cached. ``weights``: their directory; None: the one that is loaded."""
+        return make_fingerprint(weights or self._loaded, self.model_name, self.client.ready, self._config)
+
     def _share_kv(self, weights: Path) -> None:
         """Let the core share KV blocks with engines of these weights, if its options say so."""
         if self._config.kv.store or self._config.kv.connector:
-            fingerprint = make_fingerprint(weights, self.model_name, self.client.ready, self._config)
-            self.client.call_utility("share_kv", kv_identity(fingerprint, self._config))
+            self.client.call_utility("share_kv", kv_identity(self.fingerprint(weights), self._config))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start recording what the workers compute, as ``LLM.start_profile``."""

@@ -156,6 +156,9 @@ class Replayer:
         if any(len(output.weights) > 1 for output in record.outputs):
             raise ValueError("its weights were replaced while it ran (a pause in the mode keep)")
         submit = _submit_of(record)
+        params = submit.sampling_params
+        if not params.HasField("seed") and (params.temperature or not params.HasField("temperature")):
+            raise ValueError("it has no seed, by which its tokens were drawn")
         outputs = _compared(record)
         if not outputs:
             raise ValueError("it has generated no token")

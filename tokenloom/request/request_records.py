@@ -74,6 +74,8 @@ class RecordedOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None: texts are not recorded."""
     logprobs: list[RecordedLogprobs] = []
     prompt_logprobs: list[RecordedLogprobs] = []
+    lacks_logprobs: bool = False
+    """Whether there was no room for those that it asked for."""
     weights: list[str] = []
     """Fingerprints of the weights that computed it, in order; several after a change that let requests go on."""
     numerics: str = ""

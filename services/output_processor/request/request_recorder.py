@@ -14,6 +14,7 @@ from tokenloom import __version__
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import logprob_columns
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.request.packed_ids import ids_of
 from tokenloom.request.request_records import (
     VERSION,
@@ -29,12 +30,15 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs,
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 from ..text.vocabulary import Vocabulary
-from .sample_output import Leg, SampleOutput
+from .sample_output import SampleOutput
+from .telemetry import Leg, OutputTrail
 
 log = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES: Final = 64 << 20
 """Memory of requests that have ended and wait for the disk; what is beyond it is not recorded."""
+MOST_LOGPROB_BYTES: Final = 64 << 20
+"""Memory of the log probabilities of requests that run; of a sample beyond it they are not recorded."""
 EXPIRY_SECONDS: Final = 3600.0
 """How often files that are too old are looked for while no file begins."""
 _LAST_SECONDS = 5.0
@@ -94,6 +98,7 @@ class RequestRecorder:
         self._fall_backs = fall_backs
         self._now = now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="records")
+        self._room = AdmissionLimit(MOST_LOGPROB_BYTES)
         self._waiting: list[EndedRequest] = []
         self._num_bytes = 0  # of those that wait or are being written
         self._writing: asyncio.Future[str] | None = None
@@ -107,12 +112,17 @@ class RequestRecorder:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._files.open)
         except OSError as error:
+            self._thread.shutdown()
             raise InvalidArgument(
                 f"--request-record-dir: {folder} cannot be used: {error.strerror}; name a folder that this user can "
                 "write",
                 "request_record_dir",
             ) from None
         self._expire_later()
+
+    def trail(self) -> OutputTrail:
+        """Return what a sample that begins leaves for its record."""
+        return OutputTrail(self._room)
 
     def follow(
         self, submit: Submit, outputs: Sequence[SampleOutput], then: Callable[[Group], object]
@@ -132,6 +142,7 @@ class RequestRecorder:
         if self._is_closed or self._num_bytes + num_bytes > MOST_WAITING_BYTES:
             self._has_dropped = True
             self._count(False)
+            _close(outputs)
             self._fall_backs.begin(_FALL_BACK, "the disk is slower than the requests")
             return
         self._num_bytes += num_bytes
@@ -148,8 +159,9 @@ class RequestRecorder:
         until = loop.time() + _LAST_SECONDS
         while self._writing is not None and loop.time() < until:
             await asyncio.wait([self._writing], timeout=until - loop.time())  # then the next writing has begun
-        for _ in self._waiting:
+        for each in self._waiting:
             self._count(False)
+            _close(each.outputs)
         self._waiting.clear()
         if self._writing is None:
             await loop.run_in_executor(self._thread, self._files.close)
@@ -162,7 +174,9 @@ class RequestRecorder:
 
     def _written(self, ended: Sequence[EndedRequest], done: "asyncio.Future[str]") -> None:
         self._writing = None
-        self._num_bytes -= sum(each.num_bytes for each in ended)
+        for each in ended:
+            self._num_bytes -= each.num_bytes
+            _close(each.outputs)
         if done.cancelled():  # the loop ends
             return
         if reason := done.result():
@@ -209,6 +223,12 @@ class RequestRecorder:
         self._expire_later()
 
 
+def _close(outputs: Iterable[SampleOutput]) -> None:
+    for output in outputs:
+        if output.trail is not None:
+            output.trail.close()
+
+
 def place_of(model: str) -> str:
     """Return what names a model wherever a command is run: a path from the root on, or a hub id as it is."""
     return os.path.abspath(model) if os.path.exists(model) else model
@@ -248,9 +268,10 @@ def record_of(ended: EndedRequest, origin: RecordOrigin, vocabulary: Vocabulary 
 
 
 def _output_of(output: SampleOutput, *, has_text: bool) -> RecordedOutput:
-    finished = output.finished
+    finished, trail = output.finished, output.trail
     assert finished is not None, "only outputs that have ended are recorded"
-    kept = output.kept_logprobs or []
+    assert trail is not None, "each sample of a recorder leaves a trail"
+    kept = trail.logprobs or []
     return RecordedOutput(
         index=output.sample_index,
         token_ids=list(output.token_ids),
@@ -264,7 +285,8 @@ def _output_of(output: SampleOutput, *, has_text: bool) -> RecordedOutput:
         numerics=output.numerics,
         is_mixed=finished.timeline.mixed_numerics,
         num_given=output.num_given,
-        legs=list(map(_leg_of, output.legs or ())),
+        lacks_logprobs=trail.logprobs is None,
+        legs=list(map(_leg_of, trail.legs)),
         cached_tokens=finished.cached_tokens,
         timeline=_timeline_of(finished),
     )

@@ -19,7 +19,8 @@ from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import EngineSearch, Lifetime
 from ..placement.last_snapshot import EngineKey
 from ..placement.placement import FirstPick, PendingPick, Placer
-from .sample_output import Leg, SampleOutput
+from .sample_output import SampleOutput
+from .telemetry import Leg
 
 log = logging.getLogger(__name__)
 
@@ -276,8 +277,8 @@ class RequestStages:
         except errors.Unavailable:
             self.on_lost(attempt, is_alone=False)  # it never ran there
         else:
-            if output.legs is not None:
-                output.legs.append(self._leg(attempt, len(accepted), hold_kv=hold_kv))
+            if output.trail is not None:
+                output.trail.legs.append(self._leg(attempt, len(accepted), hold_kv=hold_kv))
         if log.isEnabledFor(logging.DEBUG):
             request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
             request_log.debug("placed on %s", attempt.link.identity.engine_id)
@@ -341,8 +342,8 @@ class RequestStages:
     def _finished(self, attempt: EngineAttempt, finished: Finished) -> None:
         if (routed := self._output.routed) is not None and finished.HasField("routed_experts"):
             routed.add(finished.routed_experts, len(self._output.token_ids))
-        if self._output.legs is not None and finished.preempted_at:
-            self._output.note_preemptions(attempt.link.identity.engine_id, attempt.slot, finished.preempted_at)
+        if (trail := self._output.trail) is not None and finished.preempted_at:
+            trail.note_preemptions(attempt.link.identity.engine_id, attempt.slot, finished.preempted_at)
         is_prefilled = finished.reason == _PREFILLED
         self._holds_kv = self._holds_kv or (is_prefilled and attempt is self._prefill)
         if self._output.stop_match is not None:

@@ -417,7 +417,7 @@ class Requests:
                     *(submit, words, ends, outbox, clock),
                     sample_index=index,
                     journal=journal,
-                    is_recorded=self.recorder is not None,
+                    trail=None if self.recorder is None else self.recorder.trail(),
                 )
                 samples.append(sample)
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from tokenloom.request import errors, logprob_columns, wire_errors
 from tokenloom.request.packed_ids import ids_of
@@ -16,6 +15,7 @@ from tokenloom.v1.types_pb2 import Fingerprint, FinishReason, Logprobs, RoutedEx
 from ..text.detokenizer import Detokenizer, OutputText, StopMatch
 from ..text.vocabulary import Vocabulary
 from .outbox import NOWHERE, Outbox, PacedOutbox
+from .telemetry import OutputTrail
 
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 _STOP, _PREFILLED = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_PREFILLED
@@ -23,25 +23,6 @@ VERSION_DIGITS = 16
 """Of a fingerprint of weights, in answers."""
 _TOKEN_BYTES = 36
 """Memory of a token in a journal: an integer, and the list's reference to it."""
-
-
-class Leg(NamedTuple):
-    """What one engine was given to compute of a sample.
-
-    Attributes:
-        slot: Of the attempt, on the stream to the engine.
-        kind: ``whole``, ``prefill`` or ``decode``.
-        start: Output tokens that there were.
-        serves: What the engine serves.
-        preempted_at: Output tokens at each preemption.
-    """
-
-    engine_id: str
-    slot: int
-    kind: str
-    start: int
-    serves: Fingerprint
-    preempted_at: Sequence[int] = ()
 
 
 class SampleOutput:
@@ -61,8 +42,7 @@ class SampleOutput:
             a change of weights for which an operator let requests go on. Empty: unknown.
         numerics: Of the engine that computes the next ones; empty: unknown.
         num_given: Tokens that an output processor which was lost has sent.
-        legs: Where its tokens were computed; None unless the request is recorded.
-        kept_logprobs: All that were sent, for a client that returns or a record; None: nobody needs them again.
+        trail: What a record of it holds; None: it is not recorded.
         finished: How it ended; None while it runs.
     """
 
@@ -76,10 +56,10 @@ class SampleOutput:
         *,
         sample_index: int = 0,
         journal: SampleJournal | None = None,
-        is_recorded: bool = False,
+        trail: OutputTrail | None = None,
     ) -> None:
-        """``journal``: what the client has of the sample, from an output processor that was lost. ``is_recorded``:
-        whether to keep what a record of the request holds."""
+        """``journal``: what the client has of the sample, from an output processor that was lost. ``trail``: gets what
+        a record of it holds."""
         params, interval = submit.sampling_params, submit.text.stream_interval
         prompt_ids = submit.prompt.token_ids or ids_of(submit.prompt)
         self._num_prompt_tokens = len(prompt_ids)
@@ -107,9 +87,8 @@ class SampleOutput:
         self._prefill: Finished | None = None
         # Log probabilities cannot be made again, unlike text.
         has_logprobs = has_prompt_logprobs or params.HasField("logprobs")
-        is_kept = has_logprobs and (is_recorded or bool(submit.fingerprint))
-        self.kept_logprobs: list[SlotTextLogprobs] | None = [] if is_kept else None
-        self.legs: list[Leg] | None = [] if is_recorded else None
+        self._kept_logprobs: list[SlotTextLogprobs] | None = [] if submit.fingerprint and has_logprobs else None
+        self.trail = trail
         self.routed: RoutedOutput | None = None
         if params.return_routed_experts:
             self.routed = RoutedOutput(params, len(prompt_ids), sample_index)
@@ -198,14 +177,6 @@ class SampleOutput:
         """Note the end of the first prefill leg: everything after the first token counts as decoding."""
         self._prefill = self._prefill or finished
 
-    def note_preemptions(self, engine_id: str, slot: int, preempted_at: Sequence[int]) -> None:
-        """Note at how many output tokens an attempt was preempted, if that is recorded."""
-        legs = self.legs or []
-        for place in reversed(range(len(legs))):  # an earlier stream to the engine may have had the same slot
-            if (legs[place].engine_id, legs[place].slot) == (engine_id, slot):
-                legs[place] = legs[place]._replace(preempted_at=tuple(preempted_at))
-                return
-
     def retry(self) -> None:
         """Note that an engine failed this sample and that its leg is placed again."""
         self.num_attempts += 1
@@ -253,15 +224,17 @@ class SampleOutput:
     @property
     def num_kept_bytes(self) -> int:
         """Bytes of memory that the output takes, about."""
-        return _TOKEN_BYTES * len(self.token_ids) + sum(columns.ByteSize() for columns in self.kept_logprobs or ())
+        return _TOKEN_BYTES * len(self.token_ids) + sum(columns.ByteSize() for columns in self._kept_logprobs or ())
 
     @property
     def can_repeat(self) -> bool:
         """Whether everything is here that :meth:`attach` sends. Log probabilities of tokens that another output
         processor sent are not."""
-        if self.kept_logprobs is None:
+        if self._kept_logprobs is None:
             return True
-        first = next((columns.token_index for columns in self.kept_logprobs if not columns.prompt), len(self.token_ids))
+        first = next(
+            (columns.token_index for columns in self._kept_logprobs if not columns.prompt), len(self.token_ids)
+        )
         has_all = first == 0 or not self._submit.sampling_params.HasField("logprobs")
         return has_all and not self._submit.num_prompt_logprobs
 
@@ -285,7 +258,7 @@ class SampleOutput:
         self._tell_weights(outbox)
         self._bytes_to_skip = max(position.emitted_text_bytes - len(data), 0)
         text = data[position.emitted_text_bytes :].decode(errors="ignore")
-        for columns in self.kept_logprobs or ():
+        for columns in self._kept_logprobs or ():
             if (rest := part_with_texts(columns, 0 if columns.prompt else start)) is not None:
                 self._rows.add_logprobs(self._key, rest)
         if text or start < len(self.token_ids):
@@ -309,8 +282,10 @@ class SampleOutput:
         self._send_logprobs(columns)
 
     def _send_logprobs(self, columns: SlotTextLogprobs) -> None:
-        if self.kept_logprobs is not None:
-            self.kept_logprobs.append(columns)
+        if self._kept_logprobs is not None:
+            self._kept_logprobs.append(columns)
+        if self.trail is not None:
+            self.trail.keep(columns)
         self._rows.add_logprobs(self._key, columns)
 
     def _unsent(self, text: str) -> str:

@@ -1,15 +1,17 @@
-"""What is observed of the requests of an output processor: its metrics, and the span of one request in traces."""
+"""What is observed of the requests of an output processor: metrics, the span of one in traces, what records hold."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.telemetry import fast_metrics
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS, show_token_cost
 from tokenloom.services.runtime.telemetry.tracing import Span, Tracer, pick_headers
-from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
-from tokenloom.v1.types_pb2 import FinishReason
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs, Submit
+from tokenloom.v1.types_pb2 import Fingerprint, FinishReason
 
 
 class OutputProcessorMetrics:
@@ -102,3 +104,60 @@ class RequestSpan:
     def end(self) -> None:
         """End the span, with the first error of the samples if there was one."""
         self._span.end(error=self._error)
+
+
+class Leg(NamedTuple):
+    """What one engine was given to compute of a sample.
+
+    Attributes:
+        slot: Of the attempt, on the stream to the engine.
+        kind: ``whole``, ``prefill`` or ``decode``.
+        start: Output tokens that there were.
+        serves: What the engine serves.
+        preempted_at: Output tokens at each preemption.
+    """
+
+    engine_id: str
+    slot: int
+    kind: str
+    start: int
+    serves: Fingerprint
+    preempted_at: Sequence[int] = ()
+
+
+class OutputTrail:
+    """What is recorded of one sample while it runs.
+
+    Attributes:
+        legs: Where its tokens were computed, in order.
+        logprobs: All log probabilities that were sent; None: there was no room for them.
+    """
+
+    def __init__(self, room: AdmissionLimit) -> None:
+        """``room``: bytes for the log probabilities of all samples that run."""
+        self.legs: list[Leg] = []
+        self.logprobs: list[SlotTextLogprobs] | None = []
+        self._room = room
+        self._held = room.empty()
+
+    def note_preemptions(self, engine_id: str, slot: int, preempted_at: Sequence[int]) -> None:
+        """Note at how many output tokens an attempt was preempted."""
+        legs = self.legs
+        for place in reversed(range(len(legs))):  # an earlier stream to the engine may have had the same slot
+            if (legs[place].engine_id, legs[place].slot) == (engine_id, slot):
+                legs[place] = legs[place]._replace(preempted_at=tuple(preempted_at))
+                return
+
+    def keep(self, columns: SlotTextLogprobs) -> None:
+        """Keep log probabilities, or give all of the sample up if there is no room for them."""
+        if self.logprobs is None:
+            return
+        if self._room.grow(self._held, columns.ByteSize()):
+            self.logprobs.append(columns)
+        else:
+            self.logprobs = None
+            self._held.release()
+
+    def close(self) -> None:
+        """Give the room back, when the record is written or dropped. Idempotent."""
+        self._held.release()

@@ -184,6 +184,7 @@ def test_what_cannot_be_replayed_says_why(replayer: Replayer, recorded: Recorded
         (replace(recorded, outputs=[replace(recorded.outputs[0], token_ids=[])]), "it has generated no token"),
         (replace(recorded, sampling_params={"unheard_of": 1}), "its parameters are not those of this release"),
         (replace(recorded, prompt=[1] * 250), "256"),
+        (replace(recorded, sampling_params={"max_tokens": 12}), "it has no seed"),
         (replace(recorded, adapter="ab" * 32), "adapter"),
     ):
         (result, beside) = replayer.replay([record, recorded])

@@ -199,9 +199,10 @@ def test_a_missing_file_is_named(option: str, tmp_path: Path) -> None:
     assert f"{option}: {tmp_path}/nothing cannot be read (No such file or directory)" in message
 
 
+@pytest.mark.parametrize("option", ["--batch-dir", "--request-record-dir"])
 @pytest.mark.parametrize("place", ["/dev/null/batches", "/dev/null"])
-def test_a_directory_that_cannot_be_made_is_named(place: str) -> None:
-    assert f"--batch-dir: {place} cannot be used, because /dev/null is no directory" in refusal("--batch-dir", place)
+def test_a_directory_that_cannot_be_made_is_named(option: str, place: str) -> None:
+    assert f"{option}: {place} cannot be used, because /dev/null is no directory" in refusal(option, place)
 
 
 @pytest.mark.parametrize("option", ["--api-key-file", "--public-tls-key", "--batch-dir"])

@@ -219,7 +219,7 @@ class TestOff:
         gateway = await mesh.gateway()
         await answered(mesh, gateway, 1, logprobs=1)
         (sample,) = samples
-        assert (sample.legs, sample.kept_logprobs) == (None, None)
+        assert (sample.trail, sample._kept_logprobs) == (None, None)
         assert counted(mesh, "written") == counted(mesh, "dropped") == 0.0
 
 
@@ -264,6 +264,35 @@ async def test_a_slow_disk_holds_a_bounded_number_of_requests(
     await until(lambda: counted(mesh, "written") == 2)
     await answered(mesh, gateway, 4)
     await until(lambda: counted(mesh, "written") == 3 and not mesh.host.fall_backs.of(""))
+
+
+class TestRoom:
+    @pytest.fixture
+    def settings(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        monkeypatch.setattr(request_recorder, "MOST_LOGPROB_BYTES", 100)
+        return {"request_record_dir": folder}
+
+    async def test_log_probabilities_beyond_the_room_are_left_out(self, mesh: Mesh, folder: Path) -> None:
+        gateway = await mesh.gateway()
+        await gateway.send(submit=[submit(1, logprobs=0)])
+        stream = await mesh.engines[0].next_stream()
+        counts = [1, 20, *[3] * 10]  # tokens; of twenty there is no room, and what ended leaves its own
+        for slot, count in enumerate(counts, 1):
+            if slot > 1:
+                await gateway.send(submit=[submit(slot, logprobs=0)])
+            (add,) = await stream.next_adds(1)
+            columns = Logprobs(sampled=[-0.1] * count, rank=[1] * count)
+            stream.send(
+                (add.slot, 0, [65] * count),
+                logprobs=[SlotLogprobs(slot=add.slot, token_index=0, logprobs=columns)],
+                finished=[Finished(slot=add.slot, reason=LENGTH, num_output_tokens=count)],
+            )
+            assert len((await gateway.until_finished(slot))[1]) == count
+            await until(lambda: counted(mesh, "written") == slot)  # noqa: B023
+        found = [each.outputs[0] for each in read_records(folder) if isinstance(each, RecordedRequest)]
+        assert [len(each.token_ids) for each in found] == counts
+        assert [each.lacks_logprobs for each in found] == [count == 20 for count in counts]
+        assert [len(each.logprobs) for each in found] == [int(count != 20) for count in counts]
 
 
 async def test_a_record_that_fails_is_dropped_alone(mesh: Mesh, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 hit, blocks move and requests are preempted."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.mesh.offline_requests import ENGINE, Outcome, draw, over_http
+from tests.mesh.offline_requests import ENGINE, Asked, Outcome, draw, over_http
 from tests.mesh.split import SplitMesh
 from tokenloom.offline.replay import Replayed, Replayer, options_of
 from tokenloom.request.request_records import RecordedRequest, read_records
@@ -36,11 +37,17 @@ async def recording(
         yield mesh, http
 
 
+def crowd(number: int = 8) -> list[Asked]:
+    """Return long requests with a common beginning, of which the blocks hold two at a time."""
+    common = random.Random(1).choices(range(3, 2048), k=60)
+    fields = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.8}
+    return [Asked(-each, [*common, 3 + each], [], {**fields, "seed": each}, False) for each in range(1, number + 1)]
+
+
 async def record(socket_dir: Path, folder: Path, seeds: Iterable[int], **options: Any) -> list[Outcome]:
-    """Send the random requests of these seeds to such a mesh; return what came."""
-    asked = [draw(seed) for seed in seeds]
+    """Send the random requests of these seeds, and a crowd, to such a mesh; return what came."""
     async with recording(socket_dir, folder, **options) as (mesh, http):
-        outcomes = await over_http(http, asked)
+        outcomes = await over_http(http, [*crowd(), *map(draw, seeds)])
         prefill, decode = mesh.of_role("prefill"), mesh.of_role("decode")
         assert prefill.stats.prefix_cache_hits
         assert decode.stats.kv_blocks_received

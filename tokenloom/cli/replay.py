@@ -13,8 +13,8 @@ from .failures import FAILED, CommandFailed, reported
 from .options import engine_options, offers, parsed
 
 if TYPE_CHECKING:
-    from tokenloom.offline.replay import Difference, Replayed
-    from tokenloom.request.request_records import Fault, RecordedRequest
+    from tokenloom.offline.replay import OutputDifference, Replayed
+    from tokenloom.request.request_records import DamagedLine, RecordedRequest
 
 _ID = re.compile(r"[0-9a-f]{40}\Z")
 """The end of an id that answers carry, such as cmpl-…: the request's own."""
@@ -44,7 +44,7 @@ def replay(
     if record_dir is None:
         raise typer.BadParameter("is missing: the folder of --request-record-dir", param_hint="--record-dir")
     with reported():
-        faults: list[Fault] = []
+        faults: list[DamagedLine] = []
         records = _records(record_dir, request_id, limit, faults)
         results = list(_replayed(records, model, parsed(engine)))
         for fault in faults:
@@ -56,17 +56,17 @@ def replay(
             raise typer.Exit(FAILED)
 
 
-def _records(folder: Path, request_id: str, limit: int | None, faults: "list[Fault]") -> "list[RecordedRequest]":
+def _records(folder: Path, request_id: str, limit: int | None, faults: "list[DamagedLine]") -> "list[RecordedRequest]":
     """Return the records that are asked for, and add the lines that are none to ``faults``. Raises `CommandFailed` if
     there are neither."""
     # Imported here, because the help does not need numpy.
-    from tokenloom.request.request_records import Fault, RecordedRequest, read_records
+    from tokenloom.request.request_records import DamagedLine, RecordedRequest, read_records
 
     found = _ID.search(request_id)
     wanted = found[0] if found else request_id
     records = list[RecordedRequest]()
     for each in read_records(folder, wanted):
-        if isinstance(each, Fault):
+        if isinstance(each, DamagedLine):
             faults.append(each)
         elif limit is None or len(records) < limit:
             records.append(each)
@@ -76,7 +76,7 @@ def _records(folder: Path, request_id: str, limit: int | None, faults: "list[Fau
         return records
     if not request_id:
         raise CommandFailed(f"{folder} holds no records; name the folder of --request-record-dir")
-    damaged = sum(isinstance(each, Fault) for each in read_records(folder))
+    damaged = sum(isinstance(each, DamagedLine) for each in read_records(folder))
     also = f"; it has damaged lines: {damaged}, which --all names" if damaged else ""
     raise CommandFailed(f"{folder} has no record of {request_id}{also}")
 
@@ -118,7 +118,7 @@ def _print(result: "Replayed") -> None:
         print("\n".join(_lines(record, difference)))
 
 
-def _lines(record: "RecordedRequest", difference: "Difference") -> Iterable[str]:
+def _lines(record: "RecordedRequest", difference: "OutputDifference") -> Iterable[str]:
     from tokenloom.offline.replay import SHOWN, in_words
 
     where = f"{record.id}: output {difference.index} differs, {difference.what}"

@@ -40,7 +40,7 @@ Position = Mapping[int, Logprob]
 """Log probabilities at one place by token, the token itself first."""
 
 
-class Difference(NamedTuple):
+class OutputDifference(NamedTuple):
     """The first thing in which an output differs.
 
     Attributes:
@@ -75,7 +75,7 @@ class Replayed:
     record: RecordedRequest
     notes: list[str]
     refusal: str = ""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[OutputDifference] = field(default_factory=list)
     num_tokens: int = 0
 
     @property
@@ -183,12 +183,12 @@ class Replayer:
         numerics = self._fingerprint.numerics
         for output, sample in zip(_compared(record), request.samples, strict=True):
             is_exact = TOKENWISE in numerics.split("/") and output.numerics == numerics and not output.is_mixed
-            comparison = Comparison(record, output, 0.0 if is_exact else TOLERANCE)
+            comparison = RecordComparison(record, output, 0.0 if is_exact else TOLERANCE)
             result.num_tokens += len(output.token_ids)
             if (found := comparison.difference(sample.completion, prompt_logprobs)) is not None:
                 result.differences.append(found)
 
-    def _with_top(self, record: RecordedRequest, difference: Difference) -> Difference:
+    def _with_top(self, record: RecordedRequest, difference: OutputDifference) -> OutputDifference:
         """Return a difference with the likeliest tokens of the replay: up to there, both have the same tokens."""
         if difference.token is None:
             return difference
@@ -202,7 +202,7 @@ class Replayer:
         return difference._replace(replayed_top=found[difference.token] if difference.token < len(found) else None)
 
 
-class Comparison:
+class RecordComparison:
     """Compares one output with its record."""
 
     def __init__(self, record: RecordedRequest, output: RecordedOutput, tolerance: float) -> None:
@@ -214,23 +214,23 @@ class Comparison:
 
     def difference(
         self, completion: CompletionOutput, prompt_logprobs: Sequence[Position | None] | None
-    ) -> Difference | None:
+    ) -> OutputDifference | None:
         """Return the first difference; None: there is none. ``prompt_logprobs``: at each position of the prompt."""
         return (
             self._of_tokens(completion) or self._of_ends(completion) or self._of_logprobs(completion, prompt_logprobs)
         )
 
-    def _of_tokens(self, completion: CompletionOutput) -> Difference | None:
+    def _of_tokens(self, completion: CompletionOutput) -> OutputDifference | None:
         theirs, ours = self._output.token_ids, completion.token_ids
         for place in range(max(len(theirs), len(ours))):
             pair = theirs[place : place + 1], ours[place : place + 1]
             if pair[0] != pair[1]:
                 words = [str(each[0]) if each else "nothing: the output had ended" for each in pair]
                 top = dict(self._positions(self._output.logprobs, theirs)).get(place)
-                return Difference(self._output.index, f"token {place}", *words, token=place, recorded_top=top)
+                return OutputDifference(self._output.index, f"token {place}", *words, token=place, recorded_top=top)
         return None
 
-    def _of_ends(self, completion: CompletionOutput) -> Difference | None:
+    def _of_ends(self, completion: CompletionOutput) -> OutputDifference | None:
         output = self._output
         if _is_cut_short(self._record, output):
             return None
@@ -241,12 +241,12 @@ class Comparison:
             ("text", output.text, completion.text if output.text is not None else None),
         ):
             if recorded != replayed:
-                return Difference(output.index, what, repr(recorded), repr(replayed))
+                return OutputDifference(output.index, what, repr(recorded), repr(replayed))
         return None
 
     def _of_logprobs(
         self, completion: CompletionOutput, prompt_logprobs: Sequence[Position | None] | None
-    ) -> Difference | None:
+    ) -> OutputDifference | None:
         output = self._output
         for where, recorded, token_ids, replayed in (
             ("the prompt's token", output.prompt_logprobs, self._record.prompt, prompt_logprobs or ()),
@@ -256,7 +256,7 @@ class Comparison:
                 ours = replayed[place] if place < len(replayed) else None
                 if self._are_unlike(theirs, ours):
                     what = f"log probabilities of {where} {place}"
-                    return Difference(output.index, what, _in_words(theirs), _in_words(ours))
+                    return OutputDifference(output.index, what, _in_words(theirs), _in_words(ours))
         return None
 
     def _positions(

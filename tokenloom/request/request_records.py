@@ -123,7 +123,7 @@ class RecordedRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     outputs: list[RecordedOutput]
 
 
-class Fault(NamedTuple):
+class DamagedLine(NamedTuple):
     """A line of a file that is no record."""
 
     place: str
@@ -175,7 +175,7 @@ def unsealed(line: bytes) -> RecordedRequest:
         raise ValueError(f"is no record of this release: {error}") from None
 
 
-def read_records(folder: Path, request_id: str = "") -> Iterator[RecordedRequest | Fault]:
+def read_records(folder: Path, request_id: str = "") -> Iterator[RecordedRequest | DamagedLine]:
     """Yield the records of a folder, the newest file first, and the lines that are none. Raises ``OSError``.
 
     ``request_id``: only lines that name this request; empty: all.
@@ -193,7 +193,7 @@ def read_records(folder: Path, request_id: str = "") -> Iterator[RecordedRequest
                 try:
                     record = unsealed(line)
                 except ValueError as error:
-                    yield Fault(f"{path.name}:{number}", str(error), line)
+                    yield DamagedLine(f"{path.name}:{number}", str(error), line)
                     continue
                 if not wanted or record.id == request_id:
                     yield record

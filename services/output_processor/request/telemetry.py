@@ -159,5 +159,6 @@ class OutputTrail:
             self._held.release()
 
     def close(self) -> None:
-        """Give the room back, when the record is written or dropped. Idempotent."""
+        """Forget the log probabilities and give their room back, when the record is written or dropped. Idempotent."""
+        self.logprobs = None
         self._held.release()

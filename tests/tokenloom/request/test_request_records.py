@@ -13,7 +13,7 @@ import pytest
 from tokenloom.request import request_records
 from tokenloom.request.request_records import (
     VERSION,
-    Fault,
+    DamagedLine,
     RecordedLogprobs,
     RecordedOutput,
     RecordedRequest,
@@ -136,17 +136,17 @@ def test_one_is_found_by_its_id_and_faults_have_their_places(make: Callable[...,
     files.close()
     folder = tmp_path / "records"
     (path,) = folder.iterdir()
-    assert [each.id for each in read_records(folder, "b" * 40) if not isinstance(each, Fault)] == ["b" * 40]
+    assert [each.id for each in read_records(folder, "b" * 40) if not isinstance(each, DamagedLine)] == ["b" * 40]
     assert list(read_records(folder, "d" * 40)) == []
     path.write_bytes(path.read_bytes().replace(b'"id":"bbb', b'"id":"abb') + b"half a line")
-    (changed, torn) = (each for each in read_records(folder) if isinstance(each, Fault))
+    (changed, torn) = (each for each in read_records(folder) if isinstance(each, DamagedLine))
     assert changed.place == f"{path.name}:2"
     assert "was changed" in changed.reason
     assert torn.place == f"{path.name}:4"
     assert "is not complete" in torn.reason
     assert ids(folder) == ["a" * 40, "c" * 40]
     # A word of another request's text is not its id.
-    assert not [each for each in read_records(folder, "length") if not isinstance(each, Fault)]
+    assert not [each for each in read_records(folder, "length") if not isinstance(each, DamagedLine)]
 
 
 def test_each_day_has_files_of_its_own_and_old_ones_go(
@@ -227,7 +227,7 @@ def test_what_a_full_disk_took_half_of_is_taken_back(
     files.close()
     found = list(read_records(tmp_path / "records"))
     assert sorted(each.id[0] for each in found if isinstance(each, RecordedRequest)) == ["a", "d"]
-    assert [each.reason for each in found if isinstance(each, Fault)] == [
+    assert [each.reason for each in found if isinstance(each, DamagedLine)] == [
         "is not complete: its output processor ended while it wrote"
     ]
 

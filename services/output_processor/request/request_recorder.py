@@ -140,10 +140,7 @@ class RequestRecorder:
         """Take a request whose outputs have ended. One that finds too many before it is not recorded."""
         num_bytes = submit.ByteSize() + sum(output.num_kept_bytes for output in outputs)
         if self._is_closed or self._num_bytes + num_bytes > MOST_WAITING_BYTES:
-            self._has_dropped = True
-            self._count(False)
-            _close(outputs)
-            self._fall_backs.begin(_FALL_BACK, "the disk is slower than the requests")
+            self._drop(outputs)
             return
         self._num_bytes += num_bytes
         self._waiting.append(EndedRequest(submit, outputs, began_ms, self._now(), num_bytes))
@@ -160,12 +157,19 @@ class RequestRecorder:
         while self._writing is not None and loop.time() < until:
             await asyncio.wait([self._writing], timeout=until - loop.time())  # then the next writing has begun
         for each in self._waiting:
-            self._count(False)
-            _close(each.outputs)
+            self._drop(each.outputs)
         self._waiting.clear()
         if self._writing is None:
             await loop.run_in_executor(self._thread, self._files.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _drop(self, outputs: Iterable[SampleOutput]) -> None:
+        """Record nothing of a request, for which there is no room or no time."""
+        self._count(False)
+        _close(outputs)
+        if not self._is_closed:
+            self._has_dropped = True
+            self._fall_backs.begin(_FALL_BACK, "the disk is slower than the requests")
 
     def _write_waiting(self) -> None:
         ended, self._waiting, self._has_dropped = self._waiting, [], False

@@ -39,6 +39,8 @@ MOST_WAITING_BYTES: Final = 64 << 20
 """Memory of requests that have ended and wait for the disk; what is beyond it is not recorded."""
 MOST_LOGPROB_BYTES: Final = 64 << 20
 """Memory of the log probabilities of requests that run; of a sample beyond it they are not recorded."""
+CALM_SECONDS = 10.0
+"""How long nothing must have been dropped before the fall-back ends: a disk that takes every second record is one."""
 EXPIRY_SECONDS: Final = 3600.0
 """How often files that are too old are looked for while no file begins."""
 _LAST_SECONDS = 5.0
@@ -104,8 +106,8 @@ class RequestRecorder:
         self._writing: asyncio.Future[str] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._has_dropped = False  # since the present writing began
-        self._was_too_large = False  # and logged
+        self._dropped_at = 0.0  # the last time, by the event loop
+        self._logged: set[str] = set()  # why records were dropped, each reason once
 
     async def open(self, folder: Path) -> None:
         """Make the files' folder. Raises ``InvalidArgument`` if it cannot be used."""
@@ -148,7 +150,7 @@ class RequestRecorder:
             self._write_waiting()
 
     async def close(self) -> None:
-        """Write what waits, for a few seconds at most, and close the files. Idempotent."""
+        """Write what waits, for a few seconds at most, and close the files. To be called once."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -168,11 +170,14 @@ class RequestRecorder:
         self._count(False)
         _close(outputs)
         if not self._is_closed:
-            self._has_dropped = True
-            self._fall_backs.begin(_FALL_BACK, "the disk is slower than the requests")
+            self._fall_back("the disk is slower than the requests")
+
+    def _fall_back(self, reason: str) -> None:
+        self._dropped_at = asyncio.get_running_loop().time()
+        self._fall_backs.begin(_FALL_BACK, reason)
 
     def _write_waiting(self) -> None:
-        ended, self._waiting, self._has_dropped = self._waiting, [], False
+        ended, self._waiting = self._waiting, []
         self._writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, ended)
         self._writing.add_done_callback(lambda done: self._written(ended, done))
 
@@ -184,8 +189,8 @@ class RequestRecorder:
         if done.cancelled():  # the loop ends
             return
         if reason := done.result():
-            self._fall_backs.begin(_FALL_BACK, reason)
-        elif not self._has_dropped:
+            self._fall_back(reason)
+        elif asyncio.get_running_loop().time() - self._dropped_at >= CALM_SECONDS:
             self._fall_backs.end(_FALL_BACK)
         if self._waiting:
             self._write_waiting()
@@ -199,8 +204,8 @@ class RequestRecorder:
                 is_written = self._write_one(each)
             except OSError as error:
                 refusal = f"{error.strerror or error}"
-            except Exception:  # a fault of one record never ends those of others
-                log.exception("a request cannot be recorded", extra={"request_id": each.submit.request_id})
+            except Exception as error:  # a fault of one record never ends those of others
+                self._log_once("fault", "a request cannot be recorded, and others like it are not: %r", error)
             self._count(is_written)
         return refusal
 
@@ -210,14 +215,14 @@ class RequestRecorder:
         if len(line) <= self._files.largest_record:
             self._files.write(line)
             return True
-        if not self._was_too_large:
-            self._was_too_large = True
-            log.warning(
-                "a record of %d bytes is not written, nor are others of more than %d, half of --request-record-bytes",
-                len(line),
-                self._files.largest_record,
-            )
+        told = "a record of %d bytes is not written, nor are others of more than %d, half of --request-record-bytes"
+        self._log_once("large", told, len(line), self._files.largest_record)
         return False
+
+    def _log_once(self, reason: str, message: str, *values: object) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.warning(message, *values, exc_info=reason == "fault")
 
     def _expire_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(EXPIRY_SECONDS, self._expire)

@@ -226,6 +226,7 @@ class TestOff:
 async def test_a_full_disk_loses_no_request(
     mesh: Mesh, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(request_recorder, "CALM_SECONDS", 0.0)
     gateway = await mesh.gateway()
     with monkeypatch.context() as patch:
 
@@ -253,6 +254,7 @@ async def test_a_slow_disk_holds_a_bounded_number_of_requests(
     go_on, write = threading.Event(), RecordFiles.write
     monkeypatch.setattr(RecordFiles, "write", lambda self, line: (go_on.wait(SOON), write(self, line))[1])
     monkeypatch.setattr(request_recorder, "MOST_WAITING_BYTES", 4000)
+    monkeypatch.setattr(request_recorder, "CALM_SECONDS", 0.0)
     gateway = await mesh.gateway()
     try:
         for slot in (1, 2, 3):
@@ -295,14 +297,38 @@ class TestRoom:
         assert [len(each.logprobs) for each in found] == [int(count != 20) for count in counts]
 
 
-async def test_a_record_that_fails_is_dropped_alone(mesh: Mesh, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_takes_every_second_record_is_one_fall_back(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, refuses = RecordFiles.write, iter([True, False] * 4)
+
+    def every_second(files: RecordFiles, line: bytes) -> None:
+        if next(refuses):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(files, line)
+
+    monkeypatch.setattr(RecordFiles, "write", every_second)
+    gateway = await mesh.gateway()
+    for slot in range(1, 9):
+        await answered(mesh, gateway, slot)
+        await until(lambda: counted(mesh, "written") + counted(mesh, "dropped") == slot)  # noqa: B023
+    assert counted(mesh, "written") == counted(mesh, "dropped") == 4
+    assert mesh.host.fall_backs.of("") == {"unrecorded": "Input/output error"}
+    assert sum("unrecorded" in line.getMessage() for line in caplog.records) == 1
+
+
+async def test_a_record_that_fails_is_dropped_alone(
+    mesh: Mesh, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     gateway = await mesh.gateway()
     with monkeypatch.context() as patch:
         patch.setattr(request_recorder, "sealed", lambda record: 1 / 0)
-        await answered(mesh, gateway, 1)
-        await until(lambda: counted(mesh, "dropped") == 1)
-    await answered(mesh, gateway, 2)
-    assert (await record(mesh, folder)).id == "request-2"
+        for slot in (1, 2):
+            await answered(mesh, gateway, slot)
+        await until(lambda: counted(mesh, "dropped") == 2)
+    await answered(mesh, gateway, 3)
+    assert (await record(mesh, folder)).id == "request-3"
+    assert sum("a request cannot be recorded" in line.getMessage() for line in caplog.records) == 1
 
 
 class TestLarge:

@@ -122,7 +122,9 @@ class OutputProcessorService:
     ) -> "RequestRecorder":
         """Return what records the requests that end. Raises ``InvalidArgument`` if the folder cannot be used."""
         # Imported here, because most meshes record nothing.
-        from .request.request_recorder import RecordFiles, RecordOrigin, RequestRecorder, place_of
+        from tokenloom.request.request_records import RecordFiles
+
+        from .request.request_recorder import RecordOrigin, RequestRecorder, place_of
 
         settings, now = self._settings, host.clock.wall_milliseconds
         limits = {"max_bytes": settings.request_record_bytes, "days": settings.request_record_days}

@@ -1,9 +1,9 @@
 """Computes recorded requests again in this process, and compares what comes with what was recorded."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 from google.protobuf.json_format import ParseDict, ParseError
 
@@ -40,7 +40,8 @@ Position = Mapping[int, Logprob]
 """Log probabilities at one place by token, the token itself first."""
 
 
-class OutputDifference(NamedTuple):
+@dataclass(frozen=True)
+class OutputDifference:
     """The first thing in which an output differs.
 
     Attributes:
@@ -199,7 +200,7 @@ class Replayer:
         sample = self._sample(submit, params, difference.index, 0)
         self._engine.loop.run([OfflineRequest(record.id, None, [sample])], False)
         found = sample.completion.logprobs or []
-        return difference._replace(replayed_top=found[difference.token] if difference.token < len(found) else None)
+        return replace(difference, replayed_top=found[difference.token] if difference.token < len(found) else None)
 
 
 class RecordComparison:
@@ -225,9 +226,9 @@ class RecordComparison:
         for place in range(max(len(theirs), len(ours))):
             pair = theirs[place : place + 1], ours[place : place + 1]
             if pair[0] != pair[1]:
-                words = [str(each[0]) if each else "nothing: the output had ended" for each in pair]
+                recorded, replayed = (str(each[0]) if each else "nothing: the output had ended" for each in pair)
                 top = dict(self._positions(self._output.logprobs, theirs)).get(place)
-                return OutputDifference(self._output.index, f"token {place}", *words, token=place, recorded_top=top)
+                return OutputDifference(self._output.index, f"token {place}", recorded, replayed, place, top)
         return None
 
     def _of_ends(self, completion: CompletionOutput) -> OutputDifference | None:

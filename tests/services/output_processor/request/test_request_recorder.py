@@ -19,6 +19,7 @@ from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.request import request_recorder
 from tokenloom.services.output_processor.request.request_recorder import place_of
+from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.service import running
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
@@ -209,13 +210,14 @@ class TestOff:
         return {}
 
     async def test_nothing_is_kept_or_counted(self, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-        samples: list[Any] = []
-        original = request_recorder.SampleOutput.__init__
-        monkeypatch.setattr(
-            request_recorder.SampleOutput,
-            "__init__",
-            lambda self, *args, **options: (original(self, *args, **options), samples.append(self))[0],
-        )
+        samples: list[SampleOutput] = []
+        original = SampleOutput.__init__
+
+        def observed(self: SampleOutput, *args: Any, **options: Any) -> None:
+            original(self, *args, **options)
+            samples.append(self)
+
+        monkeypatch.setattr(SampleOutput, "__init__", observed)
         gateway = await mesh.gateway()
         await answered(mesh, gateway, 1, logprobs=1)
         (sample,) = samples

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -130,7 +131,7 @@ class OutputProcessorService:
         limits = {"max_bytes": settings.request_record_bytes, "days": settings.request_record_days}
         recorder = RequestRecorder(
             RecordFiles(folder, now=now, epoch=host.epoch, **limits),
-            RecordOrigin(fingerprint.model, place_of(settings.model), fingerprint.tokenizer),
+            RecordOrigin(fingerprint.model, place_of(settings.model), fingerprint.tokenizer, version("tokenloom")),
             vocabulary if settings.request_record_text else None,
             count=metrics.recorded,
             fall_backs=host.fall_backs,

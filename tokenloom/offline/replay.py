@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from random import Random
 from typing import Any, Final, get_args
 
 from google.protobuf.json_format import ParseDict, ParseError
 
-from tokenloom import __version__
 from tokenloom.engine_core.data.config import Dtype
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.gpu_worker.attention.attention_backend import TOKENWISE
@@ -105,6 +105,7 @@ class Replayer:
         self._engine = LLMEngine(EngineArgs(model, max_logprobs=-1, **options).by_default(disable_log_stats=True))
         self._vocabulary = Vocabulary(self._engine.tokenizer)
         self._fingerprint = self._engine.fingerprint()
+        self._release = version("tokenloom")
 
     def close(self) -> None:
         """Free the model."""
@@ -131,8 +132,8 @@ class Replayer:
 
     def explain(self, record: RecordedRequest) -> list[str]:
         """Return what sets this process apart from the engines that computed a record."""
-        ours = self._fingerprint
-        notes = [f"release: recorded by {record.release}, this is {__version__}"] * (record.release != __version__)
+        ours, release = self._fingerprint, self._release
+        notes = [f"release: recorded by {record.release}, this is {release}"] * (record.release != release)
         if record.tokenizer != ours.tokenizer.hex():
             notes.append("tokenizer: its files differ from those of the record")
         for weights in sorted({each for output in record.outputs for each in output.weights}):

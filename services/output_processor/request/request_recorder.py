@@ -10,7 +10,6 @@ from typing import Final, NamedTuple, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 
-from tokenloom import __version__
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import logprob_columns
 from tokenloom.request.errors import InvalidArgument
@@ -57,11 +56,13 @@ class RecordOrigin(NamedTuple):
         model: The name under which it is served.
         path: The model as this process was given it.
         tokenizer: The fingerprint of its files.
+        release: The version of this package.
     """
 
     model: str
     path: str
     tokenizer: bytes
+    release: str
 
 
 class EndedRequest(NamedTuple):
@@ -261,7 +262,7 @@ def record_of(ended: EndedRequest, origin: RecordOrigin, vocabulary: Vocabulary 
         model=origin.model,
         path=origin.path,
         tokenizer=origin.tokenizer.hex(),
-        release=__version__,
+        release=origin.release,
         began_ms=ended.began_ms,
         ended_ms=ended.ended_ms,
         prompt=token_ids,

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from tokenloom.bench.scale.takeover.lease_server import TOKEN, LeaseServer, local_api, make_account, serving
-from tokenloom.services.coordinator.lease.kubernetes_api import CONFLICT, NOT_FOUND, ApiError, LeaseApi, _lease
-from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
+from tokenloom.services.coordinator.lease.kubernetes_lease import (
+    CONFLICT,
+    NOT_FOUND,
+    ApiError,
+    KubernetesLease,
+    LeaseApi,
+    _lease,
+)
 
 
 @pytest.fixture

@@ -67,11 +67,17 @@ class HashRuns:
         blocks = self._blocks[row]
         blocks[self._newest[row]] += num_blocks
         if from_stretch in blocks:
-            blocks[from_stretch] -= num_blocks
+            self.drop(row, num_blocks, from_stretch)
 
     def drop(self, row: int, num_blocks: int, hash_run: int) -> None:
         """Note that an engine no longer has so many blocks of one run."""
-        self._blocks[row][hash_run] -= num_blocks
+        blocks = self._blocks[row]
+        blocks[hash_run] -= num_blocks
+        # A prompt that is picked again and again moves from run to run. Of an engine that is never full, the runs that
+        # it leaves behind would otherwise be kept, and counted at each pick, for ever.
+        if blocks[hash_run] <= 0 and hash_run != self._newest[row]:
+            del blocks[hash_run]
+            self._forget(hash_run)
 
     def trim(self, row: int) -> None:
         """Forget the oldest runs of an engine until its cache can hold the rest."""
@@ -142,19 +148,21 @@ class BlockLog:
     Attributes:
         num_blocks: Blocks that it has.
         values: Of the blocks, by position, shape [max_blocks].
+        words: Their hashes, by position, shape [max_blocks].
+        starts: The positions at which pieces begin, by their first words.
     """
 
     def __init__(self, max_blocks: int, *, is_searchable: bool) -> None:
         self.max_blocks = max_blocks
         self.num_blocks = 0
         self.values: NDArray[np.uint32] = np.zeros(max_blocks, np.uint32)  # memory is taken where it is written
-        self._words: Words = np.zeros(max_blocks, np.uint64)
-        self._starts = HashTable(max_blocks // _BLOCKS_PER_PIECE)
+        self.words: Words = np.zeros(max_blocks, np.uint64)
+        self.starts = HashTable(max_blocks // _BLOCKS_PER_PIECE)
         self._all = HashTable(max_blocks) if is_searchable else None
 
     def has_room(self, num_blocks: int) -> bool:
         """Return whether a piece of so many blocks can be appended."""
-        starts = self._starts
+        starts = self.starts
         return self.num_blocks + num_blocks <= self.max_blocks and starts.num_entries < starts.max_entries
 
     def leading(self, words: Words, position: int = -1) -> list[LoggedBlocks]:
@@ -162,8 +170,8 @@ class BlockLog:
         from the one at ``position`` on."""
         pieces: list[LoggedBlocks] = []
         begin = 0
-        while begin < len(words) and (position >= 0 or (position := self._starts.get(int(words[begin]))) >= 0):
-            known = self._words[position : min(position + len(words) - begin, self.num_blocks)]
+        while begin < len(words) and (position >= 0 or (position := self.starts.get(int(words[begin]))) >= 0):
+            known = self.words[position : min(position + len(words) - begin, self.num_blocks)]
             is_equal = known == words[begin : begin + len(known)]
             length = int(is_equal.argmin())
             if is_equal[length]:
@@ -187,8 +195,8 @@ class BlockLog:
         """
         position = self.num_blocks
         self.num_blocks += len(words)
-        self._words[position : self.num_blocks] = words
-        self._starts.add(int(words[0]), position)
+        self.words[position : self.num_blocks] = words
+        self.starts.add(int(words[0]), position)
         if self._all is not None and self.num_blocks - self._all.num_entries > _MAX_BEHIND:
             self._enter(self._all)
         return position
@@ -203,4 +211,4 @@ class BlockLog:
     def _enter(self, table: HashTable) -> None:
         """Enter into the table what it lacks."""
         begin = table.num_entries
-        table.insert(self._words[begin : self.num_blocks], np.arange(begin, self.num_blocks))
+        table.insert(self.words[begin : self.num_blocks], np.arange(begin, self.num_blocks))

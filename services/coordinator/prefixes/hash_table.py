@@ -23,7 +23,10 @@ _MULTIPLIER = np.array(
 _HALF, _NOT_EMPTY = np.array(32, np.uint64), np.array(1 << 32, np.uint64)
 
 
-def words_of(hashes: Sequence[int]) -> Words:
+NO_WORDS: Words = np.zeros(0, np.uint64)
+
+
+def words_of(hashes: Sequence[int] | Words) -> Words:
     """Return ``hashes``, mixed, because nothing is known of how their bits are distributed."""
     words: Words = np.array(hashes, np.uint64) * _MULTIPLIER
     return words
@@ -39,34 +42,36 @@ class HashTable:
     Attributes:
         max_entries: It works well with so many words, and is a quarter empty then.
         num_entries: Words that it has.
+        num_buckets: Buckets of eight slots.
+        rows: The slots, shape [num_buckets, 8].
     """
 
     def __init__(self, max_entries: int) -> None:
-        self._num_buckets = int(max_entries / MAX_LOAD / _WIDTH) + 1
+        self.num_buckets = int(max_entries / MAX_LOAD / _WIDTH) + 1
         self.max_entries = max_entries
         self.num_entries = 0
-        self._rows: NDArray[np.uint64] = np.zeros((self._num_buckets, _WIDTH), np.uint64)  # takes memory as it fills
-        self._slots = self._rows.reshape(-1)
-        self._used = np.zeros(self._num_buckets, np.int8)
+        self.rows: NDArray[np.uint64] = np.zeros((self.num_buckets, _WIDTH), np.uint64)  # takes memory as it fills
+        self._slots = self.rows.reshape(-1)
+        self._used = np.zeros(self.num_buckets, np.int8)
 
     def get(self, word: int) -> int:
         """Return the value of one word; -1: it is not there."""
         bucket, tag = self._place(word)
         while True:
-            slots = self._rows[bucket].tolist()
+            slots = self.rows[bucket].tolist()
             for slot in slots:
                 if slot >> 32 == tag:
                     return int(slot & MAX_VALUE)
             if not slots[-1]:
                 return -1
-            bucket = (bucket + 1) % self._num_buckets
+            bucket = (bucket + 1) % self.num_buckets
 
     def add(self, word: int, value: int) -> None:
         """Add one word that is not there."""
         bucket, tag = self._place(word)
         while (used := int(self._used[bucket])) == _WIDTH:
-            bucket = (bucket + 1) % self._num_buckets
-        self._rows[bucket, used] = tag << 32 | value
+            bucket = (bucket + 1) % self.num_buckets
+        self.rows[bucket, used] = tag << 32 | value
         self._used[bucket] = used + 1
         self.num_entries += 1
 
@@ -75,12 +80,12 @@ class HashTable:
         buckets, tags = self._places(words)
         values, pending = np.full(len(words), -1, np.int64), np.arange(len(words))
         while len(pending):
-            rows = self._rows[buckets] ^ tags[:, None]
+            rows = self.rows[buckets] ^ tags[:, None]
             nearest = rows.min(axis=1)
             is_found = nearest <= MAX_VALUE
             values[pending[is_found]] = nearest[is_found]
             goes_on = ~is_found & (rows[:, -1] != tags)  # the bucket is full: it may be in the next one
-            pending, tags, buckets = pending[goes_on], tags[goes_on], (buckets[goes_on] + 1) % self._num_buckets
+            pending, tags, buckets = pending[goes_on], tags[goes_on], (buckets[goes_on] + 1) % self.num_buckets
         return values
 
     def insert(self, words: Words, values: Values) -> None:
@@ -95,16 +100,16 @@ class HashTable:
             self._slots[slots[has_room]] = slots_wanted[has_room]
             won = has_room & (self._slots[slots] == slots_wanted)  # of several that want one slot, the last gets it
             self._used[buckets[won]] += 1
-            buckets = np.where(has_room, buckets, (buckets + 1) % self._num_buckets)[~won]
+            buckets = np.where(has_room, buckets, (buckets + 1) % self.num_buckets)[~won]
             slots_wanted = slots_wanted[~won]
 
     def _place(self, word: int) -> tuple[int, int]:
         """Return the first bucket of a word and its tag, 32 bits; never 0, which marks an empty slot."""
         upper = word >> 32
-        return upper * self._num_buckets >> 32, (word ^ upper) & MAX_VALUE | 1
+        return upper * self.num_buckets >> 32, (word ^ upper) & MAX_VALUE | 1
 
     def _places(self, words: Words) -> tuple[Values, _Tags]:
         """Return first buckets and tags, the latter in the upper half of a word, shapes [n]."""
         upper = words >> _HALF
-        buckets = upper * np.uint64(self._num_buckets) >> _HALF
+        buckets = upper * np.uint64(self.num_buckets) >> _HALF
         return buckets.view(np.int64), (words ^ upper) << _HALF | _NOT_EMPTY

@@ -154,7 +154,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._announce_state()
             if self._registry.is_complete:
                 self._complete.set()
-            self._feed.publish(now())
+            for _ in self._feed.slices(now()):
+                await asyncio.sleep(0)
             self._pace(late, now())
             due = now() + WATCH_SECONDS
             await asyncio.sleep(WATCH_SECONDS)
@@ -180,6 +181,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[bytes]:
         log, revision = self._feed.log(request), None
         while True:
+            for _ in log.prepared(revision):
+                await asyncio.sleep(0)
             for published in log.after(revision):
                 revision = published.revision
                 yield published.data

@@ -3,7 +3,7 @@ messages that the watchers of one kind get. No I/O."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -41,6 +41,11 @@ _WOKEN_TOGETHER = 4
 in which no pick would be answered otherwise; 16 took up to 7 ms where other programs wanted the cores too."""
 
 
+SLICE_ENGINES = 250
+"""Engines whose loads, or whose whole entries, are made part of a message in one turn of the event loop: of a thousand
+that took 2 and 10 ms, and twice as long where picks had pushed the code out of the caches."""
+
+
 class Published(NamedTuple):
     """Holds a serialized ``Snapshot``."""
 
@@ -55,12 +60,20 @@ class ChangeLog:
         revision: The one at which the last change ended.
     """
 
-    def __init__(self, revision: int, whole: Callable[[int], bytes], *, max_kept: int = MAX_KEPT) -> None:
-        """``whole`` returns a message with everything there is now, under the given revision. ``max_kept``: changes
-        kept; 0 for watchers that get everything each time."""
+    def __init__(
+        self,
+        revision: int,
+        whole: Callable[[int], bytes],
+        *,
+        prepared: Callable[[], Iterable[None]] = tuple,
+        max_kept: int = MAX_KEPT,
+    ) -> None:
+        """``whole`` returns a message with everything there is now, under the given revision. ``prepared`` makes that
+        short, in slices. ``max_kept``: changes kept; 0 for watchers that get everything each time."""
         self.revision = revision
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._whole = whole
+        self._prepared = prepared
         self._kept: deque[tuple[int, Published]] = deque(maxlen=max_kept)  # with the revision that each one changes
 
     def add(self, revision: int, data: bytes) -> None:
@@ -82,14 +95,22 @@ class ChangeLog:
 
     def after(self, revision: int | None) -> Sequence[Published]:
         """Return what a watcher at ``revision`` lacks: changes, or everything if it has nothing or lacks too much."""
+        changes = self._changes(revision)
+        return (Published(self.revision, self._whole(self.revision)),) if changes is None else changes
+
+    def prepared(self, revision: int | None) -> Iterator[None]:
+        """Prepare what :meth:`after` will return. Yields between slices of work."""
+        if self._changes(revision) is None:
+            yield from self._prepared()
+
+    def _changes(self, revision: int | None) -> Sequence[Published] | None:
+        """Return the changes that a watcher lacks; None: they are not kept any more."""
         if revision == self.revision:
             return ()
         # The kept changes must begin at exactly the watcher's revision: applied to another one, absolute values would
         # still leave out the engines that changed between the two.
         changes = [published for base, published in self._kept if revision is not None and base >= revision]
-        if changes and self._kept[-len(changes)][0] == revision:
-            return changes
-        return (Published(self.revision, self._whole(self.revision)),)
+        return changes if changes and self._kept[-len(changes)][0] == revision else None
 
     def _wake(self, waiting: Iterator["asyncio.Future[None]"]) -> None:
         """Wake some of those that wait now, and the others in later turns of the event loop."""
@@ -149,34 +170,41 @@ class SnapshotFeed:
     defines it: engines are serialized when they change, not for each message.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, slice_engines: int = SLICE_ENGINES) -> None:
         self._registry = registry
+        self._slice_engines = slice_engines
         self._shown: dict[str, _Shown] = {}
         self._num_joined = 0
         self._pending, self._pending_states = _Pending(self._constants()), _Pending(self._constants())
         self._loads: dict[str, None] = {}  # engines of which only the load is to be sent
+        self._preparing: dict[str, None] | None = None  # those of a message that is made in slices now
         self._loads_at = self._states_at = self._others_at = 0.0
         self._was_complete = False
         self._body: bytes | None = None  # all engines, serialized
         self._outlines: bytes | None = None  # the same for watchers without loads
-        self._everything = ChangeLog(registry.revision, self._whole)
+        self._everything = ChangeLog(registry.revision, self._whole, prepared=self.serialized)
         self._without_loads = ChangeLog(registry.revision, self._whole_outlines)
-        self._uncut = ChangeLog(registry.revision, self._whole, max_kept=0)
+        self._uncut = ChangeLog(registry.revision, self._whole, prepared=self.serialized, max_kept=0)
 
     def log(self, request: WatchRequest) -> ChangeLog:
         """Return the messages for a watcher. The first one shows what the registry has now."""
-        self._look(self._registry.changed.take_others())
+        self._look_at_changes()
         if request.without_loads:
             return self._without_loads
         return self._everything if request.changes else self._uncut
 
     def publish(self, now: float) -> None:
-        """Make a message of what has changed, if anything. To be called once a tick; ``now``: seconds of any clock."""
-        with_loads = now >= self._loads_at
-        changed = self._registry.changed
-        self._look(changed.take_others())
+        """Make a message of what has changed, if anything; ``now``: seconds of any clock."""
+        for _ in self.slices(now):
+            pass
+
+    def slices(self, now: float) -> Iterator[None]:
+        """Do what :meth:`publish` does, once a tick. Yields after each slice of work, between which anything else may
+        happen."""
+        with_loads = now >= self._loads_at and self._preparing is None
+        self._look_at_changes()
         if with_loads:
-            self._note_loads(changed.take_loads())
+            self._note_loads(self._registry.changed.take_loads())
         are_joining = self._are_joining(now)
         wait = len(self._shown) / MAX_STATE_MESSAGES_PER_SECOND
         if now >= self._states_at and (others := self._others(self._pending_states, self._outline)):
@@ -185,8 +213,9 @@ class SnapshotFeed:
         if now < self._others_at:
             return
         self._others_at = now + wait * are_joining
+        loads = (yield from self._loads_and_placements()) if with_loads else b""
         others = self._others(self._pending, self._part)
-        if with_loads and (loads := self._loads_and_placements()):
+        if loads:
             others += loads
             # A row of loads takes 29 bytes and 9 µs; an entry with its identity has 290 bytes. So loads go as columns,
             # and identities only when they change.
@@ -224,16 +253,16 @@ class SnapshotFeed:
         changed, pending.changed, pending.left, pending.constants = pending.changed, {}, {}, constants
         return head.SerializeToString() + b"".join(part(name, new) for name, new in changed.items())
 
-    def _look(self, names: Iterable[str]) -> None:
-        """See what has become of these engines."""
-        for name in names:
+    def _look_at_changes(self) -> None:
+        """See what has become of the engines that joined, left, or changed in more than their load."""
+        for name in self._registry.changed.take_others():
             self._body = self._outlines = None
             before, entry = self._shown.get(name), self._registry.entry(name)
             if entry is not None:
                 self._see(name, before, entry)
             elif before is not None:
                 del self._shown[name]
-                self._loads.pop(name, None)
+                self._forget_load(name)
                 self._pending.leave(name)
                 self._pending_states.leave(name)
 
@@ -249,9 +278,15 @@ class SnapshotFeed:
             self._pending_states.change(name, is_new=True)
         if before is None or entry != before.rest:
             self._pending.change(name, is_new=before is None or entry.identity != before.rest.identity)
-            self._loads.pop(name, None)
+            self._forget_load(name)
         elif name not in self._pending.changed:
             self._loads[name] = None
+
+    def _forget_load(self, name: str) -> None:
+        """Do not send a load: all of the engine is sent, or nothing."""
+        self._loads.pop(name, None)
+        if self._preparing is not None:
+            self._preparing.pop(name, None)
 
     def _note_loads(self, names: Iterable[str]) -> None:
         """Note that the loads of these engines changed, and nothing else."""
@@ -287,17 +322,53 @@ class SnapshotFeed:
         log.add(revision, self._head(revision, log.revision) + body)
 
     def _whole(self, revision: int) -> bytes:
+        self._look_at_changes()  # one that has left since has no entry any more
         if self._body is None:
             self._body = b"".join(self._part(name, True) for name in self._shown)
         placements = self._placements(self._registry.popular.all())
         return self._head(revision) + self._wanted() + self._body + placements
 
-    def _loads_and_placements(self) -> bytes:
+    def _loads_and_placements(self) -> Generator[None, None, bytes]:
         """Return what is pending of loads and of popular prefixes, as a part of a message, and forget it."""
         names, self._loads = self._loads, {}
+        self._preparing, parts, num_made = names, list[bytes](), 0
+        try:
+            for some in self._in_slices(names):
+                if parts:
+                    yield
+                    self._look_at_changes()
+                still = [name for name in some if name in names]
+                num_made += len(still)
+                parts.append(self._loads_part(still))
+        finally:
+            self._preparing = None
+        if num_made > len(names):
+            # A watcher that is sent the load of an engine that has left meanwhile would ask for everything again; and
+            # the load of one that was shown as a whole meanwhile is older than that.
+            parts = [self._loads_part(names)]
+        # Columns of several parts that are joined are those of one message.
+        return b"".join(parts) + self._placements(self._registry.popular.take_changed())
+
+    def _in_slices(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
+        order = list(names)
+        for begin in range(0, len(order), self._slice_engines):
+            yield order[begin : begin + self._slice_engines]
+
+    def _loads_part(self, names: Collection[str]) -> bytes:
         loads = self._registry.loads({name: self._shown[name].number for name in names})
-        placements = self._placements(self._registry.popular.take_changed())
-        return (Snapshot(loads=loads).SerializeToString() if names else b"") + placements
+        return Snapshot(loads=loads).SerializeToString() if names else b""
+
+    def serialized(self) -> Iterator[None]:
+        """Serialize what a message with everything needs. Yields between slices of work."""
+        if self._body is not None:
+            return
+        for number, some in enumerate(self._in_slices(self._shown)):
+            if number:
+                yield
+            self._look_at_changes()
+            for name in some:
+                if name in self._shown:
+                    self._part(name, True)
 
     def _placements(self, prefixes: Iterable[tuple[int, Sequence[str]]]) -> bytes:
         """Return beginnings of prompts with those of their engines that are shown, as a part of a message."""

@@ -1,7 +1,9 @@
 """Tests that a view built from changes equals the registry, however late the messages are and whichever are lost."""
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.coordinator.feed.snapshot_feed import MAX_KEPT, MAX_ROWS_PER_SECOND, SnapshotFeed
+from tokenloom.services.coordinator.feed.snapshot_feed import MAX_KEPT, MAX_ROWS_PER_SECOND, SLICE_ENGINES, SnapshotFeed
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState, Snapshot, WatchRequest
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
@@ -81,8 +83,11 @@ class Watched(RuleBasedStateMachine):
     def start(self) -> None:
         self.clock = Clock()
         self.registry = Registry(7, self.clock, policy=DEFAULT_POLICY)
-        self.feed = SnapshotFeed(self.registry)
+        self.feed = self.new_feed()
         self.watchers = [Watcher(self.feed, CHANGES), Watcher(self.feed, STATES), Watcher(self.feed, WatchRequest())]
+
+    def new_feed(self) -> SnapshotFeed:
+        return SnapshotFeed(self.registry)
 
     @rule(target=records, name=NAMES, epoch=st.integers(1, 2), waiting=st.integers(0, 3))
     def join(self, name: str, epoch: int, waiting: int) -> EngineRecord:
@@ -156,8 +161,48 @@ class Watched(RuleBasedStateMachine):
             assert seen == actual
 
 
+class WatchedInSlices(Watched):
+    """The same histories, which go on while a message is made engine by engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: Iterator[None] = iter(())
+
+    def new_feed(self) -> SnapshotFeed:
+        return SnapshotFeed(self.registry, slice_engines=1)
+
+    @rule(seconds=st.sampled_from([0.0, 2.5]), count=st.integers(0, 3))
+    def begin(self, seconds: float, count: int) -> None:
+        self.finish()
+        self.clock.now += seconds
+        self.slices = self.feed.slices(self.clock.now)
+        self.go_on(count)
+
+    @rule(count=st.integers(1, 3))
+    def go_on(self, count: int) -> None:
+        for _ in islice(self.slices, count):
+            pass
+
+    @rule()
+    def finish(self) -> None:
+        for _ in self.slices:
+            pass
+
+    @rule()
+    def serialize(self) -> None:
+        for _ in self.feed.serialized():
+            pass
+
+    def teardown(self) -> None:
+        if hasattr(self, "feed"):
+            self.finish()
+        super().teardown()
+
+
 TestWatched = Watched.TestCase
 TestWatched.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWatchedInSlices = WatchedInSlices.TestCase
+TestWatchedInSlices.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def watched(num_engines: int) -> tuple[Registry, SnapshotFeed, list[EngineRecord], Watcher]:
@@ -169,6 +214,43 @@ def watched(num_engines: int) -> tuple[Registry, SnapshotFeed, list[EngineRecord
     watcher.send()
     watcher.receive()
     return registry, feed, records, watcher
+
+
+def test_what_happens_between_the_slices_of_a_message_is_seen_and_nothing_has_to_be_sent_again() -> None:
+    registry, feed, records, watcher = watched(3 * SLICE_ENGINES)
+    for record in records:
+        registry.report(record, report(running=5))
+    slices = feed.slices(10.0)
+    next(slices)  # the first slice is made
+    registry.leave(records[0])
+    registry.report(records[1], report(running=6, state=DRAINING))
+    registry.join(identity("e2", epoch=2), report(running=7))
+    registry.report(records[3], report(running=8))
+    registry.leave(records[-1])
+    feed.publish(10.0)  # as a new wanted state does
+    assert len(list(slices)) == 1
+    watcher.send()
+    while watcher.on_the_way:
+        assert watcher.view.take(Snapshot.FromString(watcher.on_the_way.popleft())), "it asks for everything again"
+    running = {entry.identity.engine_id: entry.report.running for entry in watcher.view.engines}
+    assert running == {f"e{number}": 5 for number in range(1, 3 * SLICE_ENGINES - 1)} | {"e1": 6, "e2": 7, "e3": 8}
+    feed.publish(20.0)
+    watcher.send()
+    watcher.receive()
+    assert by_name(watcher.view.engines) == by_name(snapshot_of(registry).engines)
+    registry.join(identity("new"), report())
+    assert len(list(feed.log(CHANGES).prepared(None))) == 2, "everything is serialized in three turns"
+    assert list(feed.log(STATES).prepared(None)) == list(feed.log(CHANGES).prepared(watcher._revision)) == []
+
+
+def test_an_engine_that_has_left_but_was_not_looked_at_is_not_in_a_new_view() -> None:
+    registry, feed, records, watcher = watched(2)
+    registry.report(records[0], report(running=3))
+    feed.publish(10.0)
+    late = watcher._log
+    registry.leave(records[0])
+    (whole,) = late.after(None)
+    assert [each.identity.engine_id for each in Snapshot.FromString(whole.data).engines] == ["e1"]
 
 
 def test_a_change_of_load_is_small_and_the_same_for_all_watchers() -> None:

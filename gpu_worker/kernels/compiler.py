@@ -19,7 +19,7 @@ from tokenloom.process import cache_directory
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from .levels import available_levels, native_flags
-from .prebuilt import FLAGS, SOURCES, Variant, expose_openmp, find_prebuilt
+from .prebuilt import FLAGS, SOURCES, WITHOUT_OPENMP, Variant, expose_openmp, find_prebuilt
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ def _build_here(source: str, machine_flags: tuple[str, ...], cache_dir: Path | N
         with _locked(library):
             if not library.exists():
                 _compile(SOURCES / f"{source}.cpp", flags, library)
-    expose_openmp()
+    if source not in WITHOUT_OPENMP:
+        expose_openmp()
     return library
 
 

@@ -45,7 +45,9 @@ _HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 _SOFTCAP_HEAD_SIZES = (64, 128, 256)
 """Of Gemma 2, and of models with attention sinks."""
 _PRODUCTS = ("int8", "quantized", "float8", "bfloat16", "bfloat16_dots", "bfloat16_tiles", "floats")
-_OTHERS = (*_PRODUCTS, "fused", "drafts", "replay", "batch", "draw", "lora", "pool", "states", "sums")
+_OTHERS = (*_PRODUCTS, "fused", "drafts", "replay", "batch", "draw", "lora", "pool", "states", "sums", "placement")
+WITHOUT_OPENMP = ("placement",)
+"""Sources that use no OpenMP: their processes have no other kernels, and may have no such library."""
 
 Variant = tuple[str, dict[str, int]]
 """The name of a source, and the macros with which it is compiled."""
@@ -73,7 +75,7 @@ def find_prebuilt(
     for level in levels if folder.is_dir() else ():
         library = folder / level.name / library_name(source, macros, level)
         if library.is_file():
-            return library if _can_share_openmp() else None
+            return library if source in WITHOUT_OPENMP or _can_share_openmp() else None
     return None
 
 

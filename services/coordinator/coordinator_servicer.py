@@ -66,6 +66,10 @@ REPORTED_SECONDS = 1.5
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 
 
+NATIVE_ENGINES = 32
+"""Fewer engines do not get so many picks that their time matters: no native code is compiled or loaded for them."""
+
+
 class EnrolledReplicas:
     """Holds the processes whose ``Enroll`` lasts. A process that calls twice counts once."""
 
@@ -111,7 +115,11 @@ class EnrolledReplicas:
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
-    """Serves the RPCs. Methods raise errors, which the edge turns into statuses."""
+    """Serves the RPCs. Methods raise errors, which the edge turns into statuses.
+
+    Attributes:
+        has_many: Set once :data:`NATIVE_ENGINES` have been joined at one moment.
+    """
 
     def __init__(
         self,
@@ -134,6 +142,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
         self._replicas = EnrolledReplicas()
         self._groups = DataParallelGroups()
+        self.has_many = asyncio.Event()
         self._complete = asyncio.Event()
         self._progress = asyncio.Event()  # set, and replaced, when an engine is further with the wanted state
         self._sent_revision = 0  # the one that all engines were sent
@@ -316,6 +325,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._registry.check_name(first)
         self._groups.join(identity)
         stream = EngineStream(self._registry.join(identity, first))
+        if len(self._registry) >= NATIVE_ENGINES:
+            self.has_many.set()
         if (older := self._streams.get(identity.engine_id)) is not None:
             # The newer stream wins: an engine that its supervisor restarted must not wait until the connection of its
             # predecessor has timed out.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prometheus_client import Gauge
 
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.process.plugins import load
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
@@ -25,8 +26,7 @@ from .engines.engine_placement import Policy
 from .engines.engine_record import StallAwareClock
 from .engines.engine_registry import Registry
 from .engines.wanted_state import Predecessor
-from .lease.kubernetes_api import LeaseApi
-from .lease.kubernetes_lease import KubernetesLease
+from .lease.kubernetes_lease import KubernetesLease, LeaseApi
 from .lease.lease import FileLease, LeaderLease
 from .picks.pick_slices import PickMetrics
 
@@ -48,6 +48,22 @@ async def _follow(predecessor: Predecessor, channels: Channels, address: str) ->
     """Follow whatever coordinator is active, without end."""
     async with channels.open(address, "coordinator") as channel:
         await watch_registry(CoordinatorStub(channel), predecessor.take, without_loads=True)
+
+
+async def place_natively(registry: Registry, has_many: asyncio.Event, fall_backs: FallBacks) -> None:
+    """Let a registry place natively from the moment at which it has many engines."""
+    await has_many.wait()
+    # Imported here: most coordinators have a few engines.
+    from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+
+    from .native_placement import load_library, use_natively
+
+    try:
+        library = await asyncio.to_thread(load_library)  # which may compile it, once on a machine
+    except (KernelsUnavailable, OSError) as error:
+        fall_backs.begin("slow_kernels", f"engines are compared in Python: {error}")
+    else:
+        use_natively(registry, library)
 
 
 AHEAD_MILLISECONDS = 3_600_000
@@ -152,6 +168,7 @@ class CoordinatorService:
         )
         host.add_servicer(add_to_server, self.servicer)
         host.spawn(clock.run(), name="clock")
+        host.spawn(place_natively(registry, self.servicer.has_many, host.fall_backs), name="native placement")
         host.spawn(self.servicer.publish(), name="publish")
 
     async def drain(self) -> None:

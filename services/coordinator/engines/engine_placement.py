@@ -44,12 +44,17 @@ def check_request(request: PickRequest) -> None:
 
 
 class Placement:
-    """Places legs on the engines of ``columns`` by one policy."""
+    """Places legs on the engines of ``columns`` by one policy.
+
+    Attributes:
+        best: Compares engines.
+    """
 
     def __init__(self, columns: EngineColumns, kinds: FingerprintKinds, policy: Policy) -> None:
         self._columns = columns
         self._kinds = kinds
         self.policy = policy
+        self.best: pairing.Best = pairing.best
 
     def choose(
         self,
@@ -89,7 +94,7 @@ class Placement:
         asks_homes = self.policy.rule is cost and request.role != _DECODE
         homes = prefix_homes.homes_of(self._columns, pool, request.block_hash_prefixes) if asks_homes else ()
         ask = Ask(request.role, request.prompt_tokens, cached_tokens, homes, home)
-        return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold)
+        return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold, self.best)
 
     def choose_near(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, Rule, cost, score
@@ -29,7 +30,8 @@ from tokenloom.v1.types_pb2 import Adapter
 from ..picks.placed import ExpiringPicks, Placed
 from ..picks.prefix_placements import PrefixPlacements
 from ..picks.sessions import SessionTable, Turn
-from ..prefixes.prefix_index import Path, PrefixIndex
+from ..prefixes.hash_table import NO_WORDS, words_of
+from ..prefixes.prefix_index import PrefixIndex
 from ..prefixes.state_boundaries import StateBoundaries
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .encoders import Encoders
@@ -72,6 +74,7 @@ class Registry:
         sessions: Where the KV of sessions lies, and when their next turns are likely.
         uses_prefixes: Whether a pick has named blocks of its prompt.
         claims: Which weights serve a model's name.
+        placing: Chooses among engines.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Registry:
         self.popular = PrefixPlacements()
         self.sessions = SessionTable(clock, self._count_session, (epoch & 0xFFFF_FFFF) << 32 | 1)
         self.uses_prefixes = False
-        self._placement = Placement(self._columns, self._kinds, policy)
+        self.placing = Placement(self._columns, self._kinds, policy)
         self._costs = EngineCosts(self._columns, self._kinds) if policy.rule is cost else None
         self._expiring = ExpiringPicks()
         self._num_picks = 0
@@ -144,12 +147,12 @@ class Registry:
     @property
     def pd_threshold(self) -> int:
         """Uncached prompt tokens below which an engine does the whole request."""
-        return self._placement.policy.pd_threshold
+        return self.placing.policy.pd_threshold
 
     @property
     def mixes_numerics(self) -> bool:
         """Whether requests go on between engines of ours and servers of others."""
-        return self._placement.policy.mixes_numerics
+        return self.placing.policy.mixes_numerics
 
     @property
     def placement(self) -> PlacementRule:
@@ -158,7 +161,7 @@ class Registry:
             score: PlacementRule.PLACEMENT_RULE_SCORE,
             cost: PlacementRule.PLACEMENT_RULE_COST,
         }
-        return words.get(self._placement.policy.rule, PlacementRule.PLACEMENT_RULE_PLUGIN)
+        return words.get(self.placing.policy.rule, PlacementRule.PLACEMENT_RULE_PLUGIN)
 
     def check_name(self, first: EngineReport) -> None:
         """Check that an engine may join under its name. Raises as :func:`.check_name`."""
@@ -266,18 +269,21 @@ class Registry:
             self._settle()
         pool, near = self._pools.find(request, is_complete=self._is_complete)
         excluded = self._rows(request.exclude) if request.exclude else []
-        path = self.prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
-        cached = None if path is None else self._cached_tokens(path, request)
-        turn = self.sessions.find(request) if self._placement.policy.has_sessions else None
+        words, path, cached = NO_WORDS, None, None
+        if hashes := request.block_hash_prefixes:
+            words = words_of(hashes if len(hashes) <= MAX_HASHES else hashes[:MAX_HASHES])
+            path, tokens = self.prefixes.lookup(words, self._columns.capacity)
+            cached = None if tokens is None else self._cached_tokens(tokens, request)
+        turn = self.sessions.find(request, words) if self.placing.policy.has_sessions else None
         home = None if turn is None else self._home(turn, request)
         if self._columns.has_stores:
-            cached, home = self._placement.reach(pool, request, excluded, cached, home)
+            cached, home = self.placing.reach(pool, request, excluded, cached, home)
         if near is not None and (
             home is None or home.row is None or home.row in near.rows or home.row not in pool.rows
         ):
-            row, whole = self._placement.choose_near(near, pool, request, excluded, cached, home)
+            row, whole = self.placing.choose_near(near, pool, request, excluded, cached, home)
         else:
-            row, whole = self._placement.choose(pool, request, excluded, cached, home)
+            row, whole = self.placing.choose(pool, request, excluded, cached, home)
         record = self._by_row[row]
         now, self._num_picks = self._clock(), self._num_picks + 1
         uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
@@ -376,12 +382,9 @@ class Registry:
             "expected_seconds": self._costs.seconds[rows].tolist(),
         }
 
-    def _cached_tokens(self, path: Path, request: PickRequest) -> IntColumn | None:
-        """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
-        tokens = self.prefixes.num_blocks(path, self._columns.capacity)
-        if tokens is None:
-            return None  # a state is kept only with the blocks before it
-        if self.states:
+    def _cached_tokens(self, tokens: IntColumn, request: PickRequest) -> IntColumn:
+        """Return how many tokens of a prompt each engine has cached, by row. ``tokens``: how many blocks; changed."""
+        if self.states:  # kept only with the blocks before them: without any block there is no state
             self.states.put_into(tokens, request.block_hash_prefixes)
         tokens *= self._columns.block_size
         np.minimum(tokens, np.array(request.prompt_tokens), out=tokens)

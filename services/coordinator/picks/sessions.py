@@ -7,17 +7,19 @@ it.
 """
 
 import math
-from array import array
-from bisect import bisect
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES, SESSION_HASHES
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest
 from tokenloom.v1.engine_pb2 import SessionTurn
 from tokenloom.v1.types_pb2 import EngineRole
+
+from ..prefixes.hash_table import Words, words_of
 
 MAX_BRANCHES = 8192
 """Lines of turns that are remembered; the one whose last turn is oldest is forgotten first."""
@@ -91,11 +93,11 @@ class _Branch:
     number: int
     tenant: str
     session: _Session
-    hashes: "array[int]"  # of the latest prompt
+    words: Words  # of the latest prompt
     prompt_tokens: int
     began_at: float  # the latest turn
     engine: EngineRef
-    points: deque[int]  # hashes at the ends of its latest turns, under which it is found
+    points: deque[int]  # words at the ends of its latest turns, under which it is found
     intervals: Intervals
     keeps: bool = False  # whether the client wants the latest prompt kept
     num_turns: int = 1
@@ -117,10 +119,35 @@ class _Tenant:
     points: dict[int, _Branch] = field(default_factory=dict)
 
 
+class PointFilter:
+    """Says which words may be points of a tenant: of a prompt of 256 only a few have to be looked for."""
+
+    _BITS, _WORD_BITS = 18, 64  # a quarter of a million places; all tenants together have some 25,000 points
+
+    def __init__(self) -> None:
+        self._shift = self._WORD_BITS - self._BITS
+        self._shifts = np.array(self._shift, np.uint64)
+        self._counts = np.zeros(1 << self._BITS, np.int32)
+
+    def add(self, word: int) -> None:
+        """Note a further point."""
+        self._counts[word >> self._shift] += 1
+
+    def remove(self, word: int) -> None:
+        """Forget a point that was added."""
+        self._counts[word >> self._shift] -= 1
+
+    def possible(self, words: Words) -> list[int]:
+        """Return the positions of words that may be points, growing."""
+        found: list[int] = self._counts.take(words >> self._shifts).nonzero()[0].tolist()
+        return found
+
+
 class Turn(NamedTuple):
     """Describes a request as a turn of a session, before it is placed.
 
     Attributes:
+        words: Of the blocks of its prompt.
         branch: The line with which it has most in common; None: there is none.
         session: The session that its client names; None: it names none, or a new one.
         num_common: Leading hashes that its prompt shares with the latest one of that line.
@@ -128,6 +155,7 @@ class Turn(NamedTuple):
         is_repeated: Whether it is that line's latest turn once more: another attempt, or another leg.
     """
 
+    words: Words
     branch: _Branch | None
     session: _Session | None
     num_common: int
@@ -170,6 +198,7 @@ class SessionTable:
         self._tenants: dict[str, _Tenant] = {}
         self._branches: OrderedDict[int, _Branch] = OrderedDict()  # by number, the latest turn last
         self._next_number = first_branch
+        self._filter = PointFilter()
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -179,29 +208,32 @@ class SessionTable:
         counts = (branch.counted for branch in self._branches.values())
         return sum(counted[1] for counted in counts if counted is not None and counted[0] == engine)
 
-    def find(self, request: PickRequest) -> Turn | None:
-        """Return which turn of which session a request is; None if it is of none that could be recognised later."""
-        hashes = request.block_hash_prefixes
-        if request.pools or not (request.session or request.keep_seconds or len(hashes) >= SESSION_HASHES):
+    def find(self, request: PickRequest, words: Words | None = None) -> Turn | None:
+        """Return which turn of which session a request is; None if it is of none that could be recognised later.
+        ``words``: of its hashes, if they are known."""
+        num_hashes = len(request.block_hash_prefixes) if words is None else len(words)
+        if request.pools or not (request.session or request.keep_seconds or num_hashes >= SESSION_HASHES):
             return None
+        if words is None:
+            words = words_of(request.block_hash_prefixes[:MAX_HASHES])
         self._forget_old()
         if (tenant := self._tenants.get(request.tenant)) is None:
-            return Turn(None, None, 0, False, False)
+            return Turn(words, None, None, 0, False, False)
         session = tenant.sessions.get(request.session) if request.session else None
         common, branch = 0, None
         for each in session.branches if session is not None else ():
-            if (length := _common(each.hashes, hashes)) >= common:
+            if (length := _common(each.words, words)) >= common:
                 common, branch = length, each
-        if not common and (found := _found_at(tenant.points, hashes)) is not None:
-            common, branch = _common(found.hashes, hashes), found
+        if not common and (found := self._found_at(tenant.points, words)) is not None:
+            common, branch = _common(found.words, words), found
         if branch is None:
-            return Turn(None, session, 0, False, False)
+            return Turn(words, None, session, 0, False, False)
         has_grown = session is not None or request.prompt_tokens >= branch.prompt_tokens + _LEAST_TOKENS
-        is_next = has_grown and bool(common) and _reaches_end(common, len(branch.hashes))
+        is_next = has_grown and bool(common) and _reaches_end(common, len(branch.words))
         # Behind the last block that is named, prompts of a line differ in their length alone.
-        is_same = common == len(branch.hashes) == len(hashes)
+        is_same = common == len(branch.words) == len(words)
         is_again = is_same and (request.prompt_tokens == branch.prompt_tokens or bool(request.exclude))
-        return Turn(branch, session, common, is_next, is_again or (is_same and request.role == _DECODE))
+        return Turn(words, branch, session, common, is_next, is_again or (is_same and request.role == _DECODE))
 
     def note(
         self, turn: Turn, request: PickRequest, engine: EngineIdentity, *, in_store: bool = False
@@ -214,7 +246,7 @@ class SessionTable:
         if branch is None or not (turn.is_next or turn.is_repeated):
             branch = self._begin(turn, request, placed)
         elif not turn.is_repeated:
-            self._continue(branch, request, placed)
+            self._continue(branch, turn, request, placed)
         elif request.role != _DECODE:
             branch.engine = placed
         branch.keeps = bool(request.keep_seconds)
@@ -243,7 +275,7 @@ class SessionTable:
             number=self._next_number,
             tenant=request.tenant,
             session=session,
-            hashes=array("Q", request.block_hash_prefixes[:MAX_HASHES]),
+            words=turn.words,
             prompt_tokens=request.prompt_tokens,
             began_at=self._clock(),
             engine=engine,
@@ -262,7 +294,7 @@ class SessionTable:
             self._forget(next(iter(self._branches.values())))
         return branch
 
-    def _continue(self, branch: _Branch, request: PickRequest, engine: EngineRef) -> None:
+    def _continue(self, branch: _Branch, turn: Turn, request: PickRequest, engine: EngineRef) -> None:
         """Remember the next turn of a line."""
         tenant, session, now = self._tenants[branch.tenant], branch.session, self._clock()
         if request.session and not session.key and request.session not in tenant.sessions:
@@ -277,7 +309,7 @@ class SessionTable:
         branch.began_at = now
         branch.engine = engine
         branch.prompt_tokens = request.prompt_tokens
-        branch.hashes = array("Q", request.block_hash_prefixes[:MAX_HASHES])
+        branch.words = turn.words
         self._branches.move_to_end(branch.number)
         tenant.branches.move_to_end(branch.number)
         self._add_points(tenant, branch)
@@ -292,17 +324,31 @@ class SessionTable:
             self._on_tokens(*branch.counted)
 
     def _add_points(self, tenant: _Tenant, branch: _Branch) -> None:
-        hashes, points = branch.hashes, branch.points
+        points = branch.points
         for at in _AT_ENDS:
-            if at <= len(hashes) and tenant.points.get(hashes[-at]) is not branch:
-                tenant.points[hashes[-at]] = branch
-                points.append(hashes[-at])
+            if at > len(branch.words):
+                break
+            word = branch.words.item(-at)
+            if (holder := tenant.points.get(word)) is branch:
+                continue
+            if holder is None:
+                self._filter.add(word)
+            tenant.points[word] = branch
+            points.append(word)
         while len(points) > TURNS * len(_AT_ENDS):
             self._drop_point(tenant, branch, points.popleft())
 
     def _drop_point(self, tenant: _Tenant, branch: _Branch, point: int) -> None:
         if tenant.points.get(point) is branch:  # otherwise another line has ended there since
             del tenant.points[point]
+            self._filter.remove(point)
+
+    def _found_at(self, points: dict[int, _Branch], words: Words) -> _Branch | None:
+        """Return the line whose end is furthest in a prompt."""
+        for at in reversed(self._filter.possible(words)):
+            if (branch := points.get(words.item(at))) is not None:
+                return branch
+        return None
 
     def _forget_old(self) -> None:
         """Forget the sessions whose time is over."""
@@ -325,21 +371,16 @@ class SessionTable:
             del self._tenants[branch.tenant]
 
 
-def _found_at(points: dict[int, _Branch], hashes: Sequence[int]) -> _Branch | None:
-    """Return the line whose end is furthest in a prompt."""
-    for each in reversed(hashes):
-        if (branch := points.get(each)) is not None:
-            return branch
-    return None
-
-
 def _reaches_end(common: int, count: int) -> bool:
     """Return whether so many equal hashes of a prompt are all of its ``count`` but for what an answer replaces."""
     return common >= count - 1 or LEADING_BLOCKS[count] - LEADING_BLOCKS[common] <= _SLACK_BLOCKS
 
 
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many leading hashes two prompts share. Hashes are chained: behind the first difference none is
+def _common(ours: Words, theirs: Words) -> int:
+    """Return how many leading words two prompts share. Hashes are chained: behind the first difference none is
     equal."""
-    shorter = range(min(len(ours), len(theirs)))
-    return bisect(shorter, 0, key=lambda at: ours[at] != theirs[at])
+    if not (shorter := min(len(ours), len(theirs))):
+        return 0
+    differ = ours[:shorter] != theirs[:shorter]
+    first = int(differ.argmax())
+    return first if differ[first] else shorter

@@ -43,10 +43,12 @@ class Candidates:
         rows: Their rows, growing, shape [n].
         index: Selects them from a column: the rows, or a slice where these follow each other. A slice reads a column
             without a copy, and nearly always all engines of a mesh serve the same model.
+        native: What native code keeps for them (:mod:`tokenloom.services.coordinator.native_placement`).
     """
 
     rows: Rows
     index: Rows | slice = field(init=False)
+    native: object = field(init=False, default=None)
     _speeds: Speeds | None = field(init=False, default=None)
     _speeds_at: int = field(init=False, default=0)
 

@@ -1,7 +1,8 @@
 """Chooses the engine for a leg of a request, and whether it does the whole request. The coordinator uses this rule and,
 while the coordinator is unavailable, every output processor. No I/O."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -45,7 +46,13 @@ def best(engines: EngineColumns, candidates: Candidates, ask: Ask, rule: Rule) -
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 
 
-def choose(engines: EngineColumns, pool: Pool, ask: Ask, rule: Rule, pd_threshold: int) -> tuple[int, bool]:
+Best: TypeAlias = Callable[[EngineColumns, Candidates, Ask, Rule], int]
+"""Is :func:`best`, or chooses the same engine in another way."""
+
+
+def choose(
+    engines: EngineColumns, pool: Pool, ask: Ask, rule: Rule, pd_threshold: int, best: Best = best
+) -> tuple[int, bool]:
     """Return the row of the engine for a leg among those of ``pool`` (at least one), and whether it does the whole
     request.
 

@@ -42,7 +42,7 @@ MAX_PRESSURE = 4.0
 """A session finds an engine as much worse as its other sessions need KV caches, up to so many: by waiting requests with
 ``score``, by its prompt with ``cost``. Sessions that all went where their system prompt was cached had one engine evict
 blocks while others had room."""
-_TIE = 0.5
+TIE = 0.5
 """Between engines of equal scores a session stays where it is."""
 BROUGHT_BACK = 0.5
 """Share of a session's KV that is assumed where it ran last, if the cache there has evicted it: an engine may have kept
@@ -116,7 +116,7 @@ def score(engines: EngineColumns, candidates: Candidates, ask: Ask) -> IntColumn
             pressure[at] -= min(home.share, float(pressure[at]))
             saved = max(int(cached[at]), BROUGHT_BACK * home.tokens)
             weight = WAITING_WEIGHT * saved / min(ask.prompt_tokens, SESSION_TOKENS)
-            reduced[at] = scores[at] - min(weight, MAX_SESSION_WEIGHT) - _TIE
+            reduced[at] = scores[at] - min(weight, MAX_SESSION_WEIGHT) - TIE
         reduced += WAITING_WEIGHT * pressure
     return reduced
 

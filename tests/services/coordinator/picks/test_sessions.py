@@ -2,12 +2,14 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from tests.services.coordinator.test_roles import BLOCK_SIZE, BOTH, DECODE, PREFILL, Clock, Fleet, identity, report
 from tokenloom.request.prefix_schedule import SESSION_HASHES, scheduled
 from tokenloom.services.coordinator.picks import sessions
 from tokenloom.services.coordinator.picks.sessions import SessionTable
+from tokenloom.services.coordinator.prefixes.hash_table import words_of
 from tokenloom.services.runtime.placement.rules import Rule, cost, score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest
 from tokenloom.v1.engine_pb2 import SessionTurn
@@ -407,6 +409,20 @@ def test_the_points_of_a_line_are_bounded() -> None:
     mesh.turn(chain((2, LONG)))
     (tenant,) = mesh.sessions._tenants.values()
     assert len(tenant.points) == 3
+
+
+def test_the_filter_has_the_points_of_all_tenants_and_no_others() -> None:
+    mesh = Mesh()
+    for count in range(120):
+        mesh.turn(chain((count % 7, LONG + count)), tenant=str(count % 3))
+    points = [point for tenant in mesh.sessions._tenants.values() for point in tenant.points]
+    words = np.array(points, np.uint64)
+    assert len(mesh.sessions._filter.possible(words)) == len(points) > 20
+    assert mesh.sessions._filter._counts.sum() == len(points)
+    assert not mesh.sessions._filter.possible(words_of(range(500, 510)))
+    mesh.clock.now += sessions.FORGET_SECONDS + 1
+    mesh.turn(chain((99, LONG)))
+    assert mesh.sessions._filter._counts.sum() == 3
 
 
 @pytest.mark.parametrize("rule", [score, cost])

@@ -80,6 +80,16 @@ def test_a_prompt_that_is_used_again_and_again_is_not_forgotten() -> None:
     assert match(index, [1, 2, 3], 0) == 3
 
 
+def test_a_prompt_that_one_engine_gets_again_and_again_leaves_no_runs_behind() -> None:
+    index = opened(2000, rows=2)
+    for number in range(300):
+        add(index, range(256), 0)
+        add(index, range(256), number % 2)  # alone, and shared
+    assert [len(index.hash_runs._blocks[row]) for row in range(2)] == [1, 1]
+    index.remove(range(256), 0)
+    assert [match(index, range(256), row) for row in range(2)] == [0, 256]
+
+
 def test_of_all_engines_the_most_recent_blocks_are_remembered_within_the_bytes() -> None:
     index = opened(1 << 16, rows=2, max_bytes=MIB)
     prompts = [[number << 32 | block for block in range(MAX_HASHES)] for number in range(300)]

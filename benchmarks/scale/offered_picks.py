@@ -11,6 +11,8 @@ from .coordinator_process import Coordinator
 
 RATES = ((10_000, 0), (5_000, MAX_HASHES))
 """Picks per second, and the block hashes of each."""
+CAPACITY_SHARE = 0.6
+"""Share of what is answered at most at which latencies are measured once more."""
 _WARM_UP_SECONDS = 1.0
 
 
@@ -27,6 +29,8 @@ class StreamResult:
         loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
         microseconds_a_pick: What all threads of the coordinator used, for each pick that was answered.
         most_per_second: Picks that are answered if the streams ask for more as soon as they have answers.
+        share_p99_milliseconds: As ``p99_milliseconds``, of :data:`CAPACITY_SHARE` of these.
+        share_here_p99_milliseconds: As ``here_p99_milliseconds``, of the same.
     """
 
     hashes: int
@@ -40,23 +44,30 @@ class StreamResult:
     loop_cores: float
     microseconds_a_pick: float
     most_per_second: float
+    share_p99_milliseconds: float
+    share_here_p99_milliseconds: float
 
 
 async def measure(pickers: Child, coordinator: Coordinator, rate: int, num_hashes: int, seconds: float) -> StreamResult:
     """Offer so many picks per second, and then as many as are answered. ``pickers``: a process of that module."""
 
-    async def ask(order: str, for_seconds: float) -> dict[str, float]:
+    async def ask(order: str, for_seconds: float, rate: int = rate) -> dict[str, float]:
         return await asyncio.to_thread(pickers.counts, f"{order} {rate} {num_hashes} {for_seconds}")
 
+    async def offer(rate: int) -> tuple[dict[str, float], float]:
+        before = await asyncio.to_thread(coordinator.pick_seconds)
+        answered = await ask("offer", seconds, rate)
+        within = await asyncio.to_thread(coordinator.pick_seconds)
+        return answered, quantile({bound: count - before[bound] for bound, count in within.items()}, 0.99) or 0.0
+
     await ask("offer", _WARM_UP_SECONDS)
-    here, wait = await asyncio.to_thread(coordinator.pick_seconds), coordinator.loop_wait_seconds()
-    cpu, loop = coordinator.cpu_seconds(), coordinator.loop_seconds()
-    answered = await ask("offer", seconds)
+    wait, cpu, loop = coordinator.loop_wait_seconds(), coordinator.cpu_seconds(), coordinator.loop_seconds()
+    answered, here_p99 = await offer(rate)
     cpu, loop = coordinator.cpu_seconds() - cpu, coordinator.loop_seconds() - loop
     wait = coordinator.loop_wait_seconds() - wait
-    answered_within = await asyncio.to_thread(coordinator.pick_seconds)
-    here_p99 = quantile({bound: count - here[bound] for bound, count in answered_within.items()}, 0.99) or 0.0
     count, elapsed = answered["picks"], answered["seconds"]
+    most = (await ask("flood", seconds))["picks_per_second"]
+    of_share, share_here_p99 = await offer(int(CAPACITY_SHARE * most))
     return StreamResult(
         hashes=num_hashes,
         asked_per_second=rate,
@@ -68,5 +79,7 @@ async def measure(pickers: Child, coordinator: Coordinator, rate: int, num_hashe
         cores=cpu / elapsed,
         loop_cores=loop / elapsed,
         microseconds_a_pick=cpu / count * 1e6,
-        most_per_second=(await ask("flood", seconds))["picks_per_second"],
+        most_per_second=most,
+        share_p99_milliseconds=of_share["p99"] * 1e3,
+        share_here_p99_milliseconds=share_here_p99 * 1e3,
     )

@@ -8,6 +8,7 @@ from typing import Self
 
 import grpc.aio
 
+from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.v1.coordinator_pb2 import PickRequest, PickResults
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL
 
@@ -15,6 +16,9 @@ from .fake_engines import FINGERPRINT
 
 _BLOCK_SIZE = 16
 _NUM_PREFIXES = 1000
+_LONG_TOKENS = 100_000
+_LONG_EVERY = 10
+"""Of prompts that name as many blocks as there are names, every tenth is that long."""
 _NUM_STREAMS = 8
 """Output processors that ask. Each has one stream."""
 _TICK_SECONDS = 0.001
@@ -31,15 +35,18 @@ def requests(count: int, num_hashes: int, seed: int = 1) -> list[PickRequest]:
         shared = generator.choice(prefixes)[: generator.randrange(num_hashes + 1)] if num_hashes else []
         return shared + [generator.getrandbits(64) for _ in range(num_hashes - len(shared))]
 
-    return [request(hashes()) for _ in range(count)]
+    return [
+        request(hashes(), _LONG_TOKENS if num_hashes == MAX_HASHES and not number % _LONG_EVERY else 0)
+        for number in range(count)
+    ]
 
 
-def request(hashes: Sequence[int]) -> PickRequest:
-    """Return a pick of a prompt with so many hashes."""
+def request(hashes: Sequence[int], prompt_tokens: int = 0) -> PickRequest:
+    """Return a pick of a prompt with these hashes. ``prompt_tokens``: 0: a few more than its first blocks have."""
     return PickRequest(
         fingerprint=FINGERPRINT,
         role=ENGINE_ROLE_PREFILL,
-        prompt_tokens=len(hashes) * _BLOCK_SIZE + 500,
+        prompt_tokens=prompt_tokens or len(hashes) * _BLOCK_SIZE + 500,
         block_hash_prefixes=hashes,
     )
 

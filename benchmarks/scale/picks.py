@@ -3,6 +3,7 @@
 ``python -m tokenloom.bench.scale.picks [ENGINES]...`` prints what :func:`pick_cost` and :func:`index_memory` return.
 """
 
+import contextlib
 import gc
 import os
 import random
@@ -13,11 +14,14 @@ from dataclasses import dataclass
 
 import psutil
 
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.request.prefix_schedule import MAX_HASHES
+from tokenloom.services.coordinator.coordinator_servicer import NATIVE_ENGINES
 from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD, PLACEMENT
 from tokenloom.services.coordinator.engines.engine_placement import Policy
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
+from tokenloom.services.coordinator.native_placement import load_library, use_natively
 from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1.coordinator_pb2 import EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
@@ -71,6 +75,9 @@ def registry_with(engines: int, clock: Callable[[], float]) -> tuple[Registry, d
     registry, generator = Registry(1, clock, policy=policy, settle_seconds=0.0), random.Random(2)
     reports = [_report(generator.randrange(64)) for _ in range(engines)]
     joined = [registry.join(FakeIdentity(number).registration(), report) for number, report in enumerate(reports)]
+    if engines >= NATIVE_ENGINES:  # as a coordinator does
+        with contextlib.suppress(KernelsUnavailable):
+            use_natively(registry, load_library())
     return registry, {record.identity.engine_id: record for record in joined}
 
 

@@ -39,6 +39,8 @@ RESULT = RegistryResult(
             loop_cores=0.4,
             microseconds_a_pick=75.0,
             most_per_second=8100.0,
+            share_p99_milliseconds=8.0,
+            share_here_p99_milliseconds=5.0,
         ),
         StreamResult(
             256,
@@ -52,6 +54,8 @@ RESULT = RegistryResult(
             loop_cores=0.7,
             microseconds_a_pick=180.0,
             most_per_second=6000.0,
+            share_p99_milliseconds=9.0,
+            share_here_p99_milliseconds=6.0,
         ),
     ),
 )
@@ -68,6 +72,7 @@ async def test_fake_engines_join_report_and_rejoin(monkeypatch: pytest.MonkeyPat
     assert result.asked > 0
     assert [picks.hashes for picks in result.picks] == [0, 256]
     assert all(picks.here_p99_milliseconds > 0 and picks.most_per_second > 0 for picks in result.picks)
+    assert all(picks.share_p99_milliseconds > 0 and picks.share_here_p99_milliseconds > 0 for picks in result.picks)
     assert (result.dead, result.refused) == (0, 0)
 
 

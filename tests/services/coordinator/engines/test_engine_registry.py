@@ -10,6 +10,7 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engines.engine_registry import MAX_MORE_SECONDS, Registry
 from tokenloom.services.coordinator.engines.engine_signs import LOST_PICKS
+from tokenloom.services.coordinator.prefixes.hash_table import words_of
 from tokenloom.services.runtime.registry.engine_loads import set_loads
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
@@ -87,8 +88,9 @@ def test_of_engines_that_keep_states_the_last_shared_boundary_counts() -> None:
         registry.refresh()
         registry.prefixes.add(registry.prefixes.find(first.block_hash_prefixes), record.row)
     registry.states.store(rows["a"], [4])
-    found = registry._cached_tokens(registry.prefixes.find(first.block_hash_prefixes), first)
-    assert found is not None
+    _, num_blocks = registry.prefixes.lookup(words_of(first.block_hash_prefixes), 16)
+    assert num_blocks is not None
+    found = registry._cached_tokens(num_blocks, first)
     assert (found[rows["a"]], found[rows["b"]]) == (64, 160)
 
 

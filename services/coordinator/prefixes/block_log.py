@@ -1,5 +1,6 @@
 """Keeps the blocks of prompts in the order in which they came, so that a prompt is found in a few pieces. No I/O."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,17 +21,18 @@ class HashRuns:
 
     Attributes:
         owner: Row of the engine by the number of the run; -1: forgotten. Numbers begin at 1.
+        counts: Blocks of the engine by the number of the run.
         num_new: Runs that began since :meth:`recycle`.
         num_blocks: Blocks that all engines' caches hold.
     """
 
     def __init__(self) -> None:
-        self.owner = np.full(16, -1, np.int64)
+        self.owner, self.counts = np.full(16, -1, np.int64), np.zeros(16, np.int64)
         self.num_new = self.num_blocks = 0
         self._num_used = 1
         self._free: list[int] = []
         self._forgotten: tuple[list[int], list[int]] = [], []  # before and after the last call of recycle
-        self._blocks: dict[int, dict[int, int]] = {}  # by row and run, the newest run last
+        self._runs: dict[int, dict[int, None]] = {}  # by row, the newest run last
         self._newest: dict[int, int] = {}
         self._limits: dict[int, int] = {}
 
@@ -39,12 +41,12 @@ class HashRuns:
         self.close(row)
         self._limits[row] = num_blocks
         self.num_blocks += num_blocks
-        self._blocks[row] = {}
+        self._runs[row] = {}
         self._begin(row)
 
     def close(self, row: int) -> None:
         """Forget all of an engine."""
-        for hash_run in self._blocks.pop(row, ()):
+        for hash_run in self._runs.pop(row, ()):
             self._forget(hash_run)
         self.num_blocks -= self._limits.pop(row, 0)
 
@@ -53,41 +55,43 @@ class HashRuns:
 
     def has(self, row: int, hash_run: int) -> bool:
         """Return whether what was added to an engine in a run is still remembered."""
-        return hash_run in self._blocks.get(row, ())
+        return bool(self.owner[hash_run] == row)
 
     def newest(self, row: int) -> int:
         """Return the run to which the next blocks of an engine belong."""
         hash_run = self._newest[row]
-        if self._blocks[row][hash_run] * _RUNS_PER_ENGINE >= self._limits[row]:
+        if self.counts.item(hash_run) * _RUNS_PER_ENGINE >= self._limits[row]:
             return self._begin(row)
         return hash_run
 
-    def move(self, row: int, num_blocks: int, from_stretch: int | None) -> None:
+    def move(self, row: int, num_blocks: int, from_run: int) -> None:
         """Count blocks that were added to the newest run, or moved there from another one of the same engine."""
-        blocks = self._blocks[row]
-        blocks[self._newest[row]] += num_blocks
-        if from_stretch in blocks:
-            self.drop(row, num_blocks, from_stretch)
+        self.counts[self._newest[row]] += num_blocks
+        if self.has(row, from_run):
+            self.drop(row, num_blocks, from_run)
 
     def drop(self, row: int, num_blocks: int, hash_run: int) -> None:
         """Note that an engine no longer has so many blocks of one run."""
-        blocks = self._blocks[row]
-        blocks[hash_run] -= num_blocks
+        self.counts[hash_run] -= num_blocks
+        if self.counts[hash_run] <= 0 and hash_run != self._newest[row]:
+            self.leave(row, hash_run)
+
+    def leave(self, row: int, hash_run: int) -> None:
+        """Forget a run of which the engine has no blocks any more."""
         # A prompt that is picked again and again moves from run to run. Of an engine that is never full, the runs that
         # it leaves behind would otherwise be kept, and counted at each pick, for ever.
-        if blocks[hash_run] <= 0 and hash_run != self._newest[row]:
-            del blocks[hash_run]
-            self._forget(hash_run)
+        del self._runs[row][hash_run]
+        self._forget(hash_run)
 
     def trim(self, row: int) -> None:
         """Forget the oldest runs of an engine until its cache can hold the rest."""
-        blocks, limit = self._blocks[row], self._limits[row]
-        total = sum(blocks.values())
+        runs, limit, count = self._runs[row], self._limits[row], self.counts.item
+        total = sum(map(count, runs))
         # The newest run always stays, though it may exceed the limit: the pick that was just made is in it.
-        while total > limit and len(blocks) > 1:
-            oldest = next(iter(blocks))
-            total -= blocks.pop(oldest)
-            self._forget(oldest)
+        while total > limit and len(runs) > 1:
+            oldest = next(iter(runs))
+            total -= count(oldest)
+            self.leave(row, oldest)
 
     def recycle(self) -> None:
         """Note that nothing refers any more to what was forgotten before the last call."""
@@ -104,15 +108,131 @@ class HashRuns:
             hash_run, self._num_used = self._num_used, self._num_used + 1
             if hash_run == len(self.owner):
                 self.owner = np.concatenate([self.owner, np.full_like(self.owner, -1)])
-        self.owner[hash_run] = row
+                self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)])
+        self.owner[hash_run], self.counts[hash_run] = row, 0
         self.num_new += 1
-        self._blocks[row][hash_run] = 0
+        self._runs[row][hash_run] = None
         self._newest[row] = hash_run
         return hash_run
 
     def _forget(self, hash_run: int) -> None:
         self.owner[hash_run] = -1
         self._forgotten[1].append(hash_run)
+
+
+class BlockHolders:
+    """Keeps groups: the engines that hold the same consecutive blocks of a prompt, if they are several.
+
+    A group has a room in one array for all, of a power of two of runs: those in which each of its engines was given the
+    blocks. Engines that were made to forget them stay there until the room is full. Groups are numbered from 0.
+
+    Attributes:
+        runs: All rooms, one after the other. A free one begins with where the next free one of its size begins.
+        begins: Where the room of each group begins, shape [groups]; of a free number, the next free one, or -1.
+        sizes: The runs of each group, shape [groups]; 0: there is no such group.
+        rooms: For how many there is room, shape [groups].
+        num_blocks: The blocks of each group, shape [groups].
+        free_rooms: Where the first free room of 2^n runs begins, by n, or -1, shape [64].
+        state: Numbers in use, runs in use, the first free number or -1, and the bytes of all groups.
+    """
+
+    GROUP_BYTES, RUN_BYTES = 32, 8
+
+    def __init__(self) -> None:
+        self.runs = np.zeros(64, np.int64)
+        self.begins, self.sizes, self.rooms, self.num_blocks = (np.zeros(16, np.int64) for _ in range(4))
+        self.free_rooms = np.full(64, -1, np.int64)
+        self.state = np.array([0, 0, -1, 0], np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """As many as the groups take."""
+        return self.state.item(3)
+
+    def members(self, number: int) -> Values:
+        """Return the runs of a group, shape [n]."""
+        begin = self.begins.item(number)
+        return self.runs[begin : begin + self.sizes.item(number)]
+
+    def add(self, members: Sequence[int] | Values, num_blocks: int) -> int:
+        """Add a group and return its number."""
+        self.reserve(1, _room_for(len(members)))
+        if (number := self.state.item(2)) >= 0:
+            self.state[2] = self.begins[number]
+        else:
+            number = self.state.item(0)
+            self.state[0] += 1
+        self._place(number, members)
+        self.num_blocks[number] = num_blocks
+        self.state[3] += self.GROUP_BYTES
+        return number
+
+    def put(self, number: int, at: int, hash_run: int, owner: Values) -> None:
+        """Name the newest run of an engine whose run is the one ``at`` a position, or add an engine (-1)."""
+        members = self.members(number)
+        if at >= 0:
+            members[at] = hash_run
+            return
+        if len(members) == self.rooms[number]:
+            members = members[owner.take(members) >= 0]
+            self.reserve(0, _room_for(len(members) + 1))
+            self._free_room(number)
+            self._place(number, [*members.tolist(), hash_run])
+        else:
+            self.sizes[number] += 1
+            self.members(number)[-1] = hash_run
+
+    def leave(self, number: int, num_blocks: int) -> None:
+        """Note that so many blocks belong to the group no more, and remove it with the last one."""
+        self.num_blocks[number] -= num_blocks
+        if self.num_blocks[number] <= 0:
+            self._free_room(number)
+            self.sizes[number] = 0
+            self.begins[number], self.state[2] = self.state[2], number
+            self.state[3] -= self.GROUP_BYTES
+
+    def reserve(self, num_groups: int, num_runs: int) -> None:
+        """Make sure that so many groups more, with rooms for so many runs, find room."""
+        while self.state[0] + num_groups > len(self.begins):
+            self._double_numbers()
+        while self.state[1] + num_runs > len(self.runs):
+            self.runs = _doubled(self.runs)
+
+    def double(self) -> None:
+        """Make twice the room."""
+        self._double_numbers()
+        self.runs = _doubled(self.runs)
+
+    def _double_numbers(self) -> None:
+        for name in ("begins", "sizes", "rooms", "num_blocks"):
+            setattr(self, name, _doubled(getattr(self, name)))
+
+    def _place(self, number: int, members: Sequence[int] | Values) -> None:
+        room = _room_for(len(members))
+        size_class = room.bit_length() - 1
+        if (begin := self.free_rooms.item(size_class)) >= 0:
+            self.free_rooms[size_class] = self.runs[begin]
+        else:
+            begin = self.state.item(1)
+            self.state[1] += room
+        self.runs[begin : begin + len(members)] = members
+        self.begins[number], self.sizes[number], self.rooms[number] = begin, len(members), room
+        self.state[3] += self.RUN_BYTES * room
+
+    def _free_room(self, number: int) -> None:
+        begin, room = self.begins.item(number), self.rooms.item(number)
+        size_class = room.bit_length() - 1
+        self.runs[begin], self.free_rooms[size_class] = self.free_rooms[size_class], begin
+        self.state[3] -= self.RUN_BYTES * room
+
+
+def _room_for(size: int) -> int:
+    """Return the least power of two that is not below ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
+def _doubled(array: Values) -> Values:
+    return np.concatenate([array, np.zeros_like(array)])
 
 
 _BLOCKS_PER_PIECE = 4
@@ -194,12 +314,16 @@ class BlockLog:
         Returns the position of the first; the caller writes their values.
         """
         position = self.num_blocks
-        self.num_blocks += len(words)
-        self.words[position : self.num_blocks] = words
+        self.words[position : position + len(words)] = words
         self.starts.add(int(words[0]), position)
+        self.appended(len(words))
+        return position
+
+    def appended(self, num_blocks: int) -> None:
+        """Note that so many blocks have been appended."""
+        self.num_blocks += num_blocks
         if self._all is not None and self.num_blocks - self._all.num_entries > _MAX_BEHIND:
             self._enter(self._all)
-        return position
 
     def find(self, words: Words) -> Values:
         """Return the positions of any blocks, shape [n]; -1 for those that are not there or cannot be searched for."""

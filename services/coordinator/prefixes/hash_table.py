@@ -44,6 +44,7 @@ class HashTable:
         num_entries: Words that it has.
         num_buckets: Buckets of eight slots.
         rows: The slots, shape [num_buckets, 8].
+        used: How many of each bucket are used, shape [num_buckets].
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -52,7 +53,7 @@ class HashTable:
         self.num_entries = 0
         self.rows: NDArray[np.uint64] = np.zeros((self.num_buckets, _WIDTH), np.uint64)  # takes memory as it fills
         self._slots = self.rows.reshape(-1)
-        self._used = np.zeros(self.num_buckets, np.int8)
+        self.used = np.zeros(self.num_buckets, np.int8)
 
     def get(self, word: int) -> int:
         """Return the value of one word; -1: it is not there."""
@@ -69,10 +70,10 @@ class HashTable:
     def add(self, word: int, value: int) -> None:
         """Add one word that is not there."""
         bucket, tag = self._place(word)
-        while (used := int(self._used[bucket])) == _WIDTH:
+        while (used := int(self.used[bucket])) == _WIDTH:
             bucket = (bucket + 1) % self.num_buckets
         self.rows[bucket, used] = tag << 32 | value
-        self._used[bucket] = used + 1
+        self.used[bucket] = used + 1
         self.num_entries += 1
 
     def find(self, words: Words) -> Values:
@@ -94,12 +95,12 @@ class HashTable:
         slots_wanted = tags | values.view(np.uint64)
         self.num_entries += len(words)
         while len(slots_wanted):
-            used = self._used[buckets]
+            used = self.used[buckets]
             has_room = used < _WIDTH
             slots = (buckets * _WIDTH + used) * has_room
             self._slots[slots[has_room]] = slots_wanted[has_room]
             won = has_room & (self._slots[slots] == slots_wanted)  # of several that want one slot, the last gets it
-            self._used[buckets[won]] += 1
+            self.used[buckets[won]] += 1
             buckets = np.where(has_room, buckets, (buckets + 1) % self.num_buckets)[~won]
             slots_wanted = slots_wanted[~won]
 

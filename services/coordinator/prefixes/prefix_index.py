@@ -1,112 +1,15 @@
 """Remembers which prefixes each engine probably has in its KV cache: those of its recent picks. No I/O."""
 
-from array import array
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
-from .block_log import BLOCK_BYTES, SEARCHABLE_BLOCK_BYTES, BlockLog, HashRuns, LoggedBlocks
+from .block_log import BLOCK_BYTES, SEARCHABLE_BLOCK_BYTES, BlockHolders, BlockLog, HashRuns, LoggedBlocks
 from .hash_table import Values, Words, words_of
-
-
-class HolderGroup:
-    """Names the engines that hold the same consecutive blocks of a prompt, if they are several.
-
-    Attributes:
-        hash_runs: The run in which each engine was given the blocks, by row.
-        runs: The runs, 64 bits each.
-        num_blocks: The blocks.
-    """
-
-    __slots__ = ("hash_runs", "num_blocks", "runs")
-
-    def __init__(self, hash_runs: dict[int, int], num_blocks: int) -> None:
-        self.hash_runs = hash_runs
-        self.num_blocks = num_blocks
-        self.runs = array("q", hash_runs.values())
-
-    def put(self, row: int, hash_run: int) -> None:
-        """Add an engine, or name its newest run."""
-        before, self.hash_runs[row] = self.hash_runs.get(row), hash_run
-        if before is None:
-            self.runs.append(hash_run)
-        else:
-            self.runs[self.runs.index(before)] = hash_run  # no run has two engines
-
-    def rows(self, owner: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of the engines that hold the blocks; -1 for those that were made to forget them."""
-        rows: NDArray[np.int64] = owner.take(np.frombuffer(self.runs, np.int64))
-        return rows
-
-
-class BlockHolders:
-    """Numbers the groups of one table, from 0.
-
-    Attributes:
-        num_bytes: About as many as the groups take.
-        addresses: Where the runs of each group begin in memory, for native code, shape [capacity].
-        sizes: How many engines each group has, shape [capacity]; 0: there is no such group.
-    """
-
-    GROUP_BYTES, ENGINE_BYTES = 500, 64  # of dictionaries and arrays, in CPython 3.11 and 3.12
-
-    def __init__(self) -> None:
-        self._groups: list[HolderGroup | None] = []
-        self._free: deque[int] = deque()
-        self.num_bytes = 0
-        self.addresses, self.sizes = np.zeros(16, np.int64), np.zeros(16, np.int64)
-
-    def __getitem__(self, number: int) -> HolderGroup:
-        group = self._groups[number]
-        assert group is not None
-        return group
-
-    def add(self, hash_runs: dict[int, int], num_blocks: int) -> int:
-        """Add a group and return its number."""
-        group = HolderGroup(hash_runs, num_blocks)
-        self.num_bytes += self.GROUP_BYTES + self.ENGINE_BYTES * len(hash_runs)
-        if self._free:
-            number = self._free.popleft()
-            self._groups[number] = group
-        else:
-            number = len(self._groups)
-            self._groups.append(group)
-            if number == len(self.sizes):
-                self.addresses, self.sizes = (np.concatenate([each, 0 * each]) for each in (self.addresses, self.sizes))
-        self._show(number, group)
-        return number
-
-    def put(self, number: int, row: int, hash_run: int) -> None:
-        """Add an engine to a group, or name its newest run."""
-        group = self[number]
-        self.num_bytes += self.ENGINE_BYTES * (row not in group.hash_runs)
-        group.put(row, hash_run)
-        self._show(number, group)
-
-    def leave(self, number: int, num_blocks: int) -> None:
-        """Note that so many blocks belong to the group no more, and remove it with the last one."""
-        group = self[number]
-        group.num_blocks -= num_blocks
-        if group.num_blocks <= 0:
-            self.num_bytes -= self.GROUP_BYTES + self.ENGINE_BYTES * len(group.hash_runs)
-            self._groups[number] = None
-            self.sizes[number] = 0
-            self._free.append(number)
-
-    def take(self, count: int) -> bool:
-        """Drop ``count`` groups, because the table is not used any more. Returns whether any are left."""
-        del self._groups[-count:]
-        return bool(self._groups)
-
-    def _show(self, number: int, group: HolderGroup) -> None:
-        self.addresses[number], self.sizes[number] = group.runs.buffer_info()
-
 
 MAX_BLOCKS = 1 << 16
 """Blocks remembered of one engine at most."""
@@ -115,7 +18,6 @@ _LOG_SHARE = 0.75  # of the bytes; the rest is for groups
 _MAX_RUNS = 1 << 16  # begun in one generation
 _GROUP = 1 << 31  # values from here on number groups
 _OLD = 1 << 40  # added to values of the old generation
-_SWEPT_GROUPS = 256  # freed at each pick: all at once would take too long
 
 
 class Generation:
@@ -157,10 +59,12 @@ class Path(NamedTuple):
     runs: list[Run]
 
 
-class Lookups(Protocol):
-    """Looks prompts up in an index as :meth:`PrefixIndex.lookup` says."""
+class NativePart(Protocol):
+    """Does what the methods of an index of the same names do, with the same results."""
 
     def lookup(self, index: "PrefixIndex", words: Words, num_rows: int) -> tuple[Path, IntColumn | None]: ...
+
+    def add(self, index: "PrefixIndex", path: Path, num_blocks: int, row: int, newest: int) -> None: ...
 
 
 class PrefixIndex:
@@ -185,7 +89,7 @@ class PrefixIndex:
         old: The one before it.
         hash_runs: When each engine was given its blocks.
         is_searchable: Whether blocks have been evicted, or stored behind others.
-        native: Looks prompts up on the same arrays; None: Python does.
+        native: Works on the same arrays; None: Python does.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -194,8 +98,7 @@ class PrefixIndex:
         self.hash_runs = HashRuns()
         self.is_searchable = False  # what is remembered from the first eviction on
         self.young, self.old = (Generation(0, is_searchable=False) for _ in range(2))
-        self._swept: list[BlockHolders] = []
-        self.native: Lookups | None = None
+        self.native: NativePart | None = None
 
     def open(self, row: int, num_blocks: int) -> None:
         """Add an engine, or forget what was remembered of the one in its row. ``num_blocks``: what its cache holds."""
@@ -234,7 +137,7 @@ class PrefixIndex:
                     break
                 counts[row] = LEADING_BLOCKS[end]
             else:
-                rows = generation.groups[value - _GROUP].rows(owner)
+                rows = owner.take(generation.groups.members(value - _GROUP))
                 if begin and self.is_searchable:  # otherwise nothing was evicted: it has the blocks before these too
                     rows = rows[counts[rows] == LEADING_BLOCKS[begin]]
                 counts[rows] = LEADING_BLOCKS[end]
@@ -251,8 +154,16 @@ class PrefixIndex:
             self._rotate()
             # The path names positions in the generation that has just become the old one, so it is looked up again.
             path = self._find(path.words)
-        num_known, log = path.num_known, self.young.log
         newest = self.hash_runs.newest(row)
+        if self.native is not None and len(path.words) <= MAX_HASHES:
+            self.native.add(self, path, num_blocks, row, newest)
+        else:
+            self._add(path, num_blocks, row, newest)
+        self.hash_runs.trim(row)
+
+    def _add(self, path: Path, num_blocks: int, row: int, newest: int) -> None:
+        """Add an engine to blocks. ``newest``: the run to which they belong from now on."""
+        num_known, log = path.num_known, self.young.log
         appended = log.append(path.words[num_known:num_blocks]) if num_blocks > num_known else 0
         for begin, end, before, position in path.runs:
             end = min(end, num_blocks)
@@ -264,9 +175,6 @@ class PrefixIndex:
             elif after == before:
                 continue
             log.values[position : position + end - begin] = after
-        self.hash_runs.trim(row)
-        if self._swept and not self._swept[-1].take(_SWEPT_GROUPS):
-            self._swept.pop()
 
     def store(self, parent: int | None, blocks: Sequence[int], row: int) -> None:
         """Remember blocks that an engine's cache has stored, each of which follows the one before it.
@@ -321,54 +229,59 @@ class PrefixIndex:
         if is_old:
             value -= _OLD
         if value >= _GROUP:
-            return self._with_group(value, row, newest, num_blocks, is_old)
-        owner = int(hash_runs.owner[value]) if value else -1
+            return self._with_group(value - _GROUP, row, newest, num_blocks, is_old)
+        owner = hash_runs.owner.item(value)
         if value != newest:
-            hash_runs.move(row, num_blocks, value if owner == row else None)
+            hash_runs.move(row, num_blocks, value)
         if owner in (-1, row):
             return newest
-        return _GROUP + groups.add({owner: value, row: newest}, num_blocks)
+        return _GROUP + groups.add([value, newest], num_blocks)
 
-    def _with_group(self, value: int, row: int, newest: int, num_blocks: int, is_old: bool) -> int:
-        groups, group = self.young.groups, (self.old if is_old else self.young).groups[value - _GROUP]
-        before = group.hash_runs.get(row)
+    def _with_group(self, number: int, row: int, newest: int, num_blocks: int, is_old: bool) -> int:
+        groups, owner = self.young.groups, self.hash_runs.owner
+        members = (self.old if is_old else self.young).groups.members(number)
+        rows = owner.take(members)
+        found = (rows == row).nonzero()[0]
+        at = found.item(0) if len(found) else -1
+        before = members.item(at) if at >= 0 else 0
+        # What was forgotten must not come into the young generation: the number of its run will be given out again.
+        others = members[(rows >= 0) & (rows != row)]
         if before != newest:
             self.hash_runs.move(row, num_blocks, before)
         if not is_old:
             if before == newest:
-                return value
-            if num_blocks == group.num_blocks:
-                groups.put(value - _GROUP, row, newest)
-                return value
-            members = dict(group.hash_runs)
-            groups.leave(value - _GROUP, num_blocks)
-        else:  # what was forgotten must not come into the young generation
-            members = {
-                each: hash_run for each, hash_run in group.hash_runs.items() if self.hash_runs.has(each, hash_run)
-            }
-        members[row] = newest
-        return _GROUP + groups.add(members, num_blocks)
+                return _GROUP + number
+            if num_blocks == groups.num_blocks[number]:
+                groups.put(number, at, newest, owner)
+                return _GROUP + number
+            groups.leave(number, num_blocks)
+        return _GROUP + groups.add([*others.tolist(), newest], num_blocks)
 
     def _drop(self, generation: Generation, positions: Values, row: int) -> None:
         """Remove an engine from the blocks at some positions."""
-        groups, values = generation.groups, generation.log.values
+        groups, values, owner = generation.groups, generation.log.values, self.hash_runs.owner
         present = values[positions]
         for value in np.unique(present).tolist():
-            if not self._has(generation, value, row):
-                continue
             of_value, hash_run, after = positions[present == value], value, 0
             if value >= _GROUP:
-                others = dict(groups[value - _GROUP].hash_runs)
-                hash_run = others.pop(row)
+                members = groups.members(value - _GROUP)
+                rows = owner.take(members)
+                found = members[rows == row]
+                if not len(found):
+                    continue
+                hash_run, others = found.item(0), members[(rows >= 0) & (rows != row)]
                 groups.leave(value - _GROUP, len(of_value))
-                after = _GROUP + groups.add(others, len(of_value))
+                after = _GROUP + groups.add(others, len(of_value)) if len(others) else 0
+            elif not self.hash_runs.has(row, value):
+                continue
             self.hash_runs.drop(row, len(of_value), hash_run)
             values[of_value] = after
 
     def _has(self, generation: Generation, value: int, row: int) -> bool:
         """Return whether an engine has the blocks with this value."""
-        hash_run = value if value < _GROUP else generation.groups[value - _GROUP].hash_runs.get(row, 0)
-        return self.hash_runs.has(row, hash_run)
+        if value < _GROUP:
+            return self.hash_runs.has(row, value)
+        return row in self.hash_runs.owner.take(generation.groups.members(value - _GROUP))
 
     def _become_searchable(self) -> None:
         """Follow evictions from now on: that takes more memory and time, and is not needed without them."""
@@ -386,7 +299,6 @@ class PrefixIndex:
 
     def _rotate(self) -> None:
         """Forget the old generation and begin a young one, of the size that the engines' caches need."""
-        self._swept.append(self.old.groups)
         # A block takes 15 bytes, or 26 with the table of single blocks that evictions need; so with evictions the same
         # memory holds 4 to 8 million blocks instead of 7 to 14.
         block_bytes = SEARCHABLE_BLOCK_BYTES if self.is_searchable else BLOCK_BYTES

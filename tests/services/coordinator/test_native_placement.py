@@ -21,7 +21,7 @@ from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.native_placement import (
     NativeComparison,
-    NativeLookups,
+    NativeIndex,
     load_library,
     use_natively,
 )
@@ -41,12 +41,17 @@ ROWS = 8
 
 
 class Counted:
-    """The library, which counts the engines that it has chosen."""
+    """The library, which counts the engines that it has chosen and the prompts that it has added."""
 
     def __init__(self) -> None:
         self._library = load_library()
         self.find_prefix, self.count_prefix = self._library.find_prefix, self._library.count_prefix
-        self.num_compared = 0
+        self.num_compared = self.num_added = 0
+
+    def add_prefix(self, *arguments: int) -> int:
+        num_emptied = int(self._library.add_prefix(*arguments))
+        self.num_added += num_emptied >= 0
+        return num_emptied
 
     def best_engine(self, *addresses: int) -> int:
         self.num_compared += 1
@@ -121,11 +126,11 @@ def test_columns_that_grow_are_seen() -> None:
 
 
 class NativeIndexMachine(PrefixIndexMachine):
-    """The histories of the index, each prompt of which is looked up natively too."""
+    """The histories of an index to which native code adds, each prompt of which is looked up both ways."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.native = NativeLookups(load_library())
+        self.native = self.index.native = NativeIndex(load_library())
 
     @invariant()
     def native_lookups_see_the_same(self) -> None:
@@ -137,7 +142,7 @@ TestNativeIndexMachine = NativeIndexMachine.TestCase
 TestNativeIndexMachine.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
-def assert_same(index: PrefixIndex, native: NativeLookups, hashes: Sequence[int], num_rows: int = ROWS) -> None:
+def assert_same(index: PrefixIndex, native: NativeIndex, hashes: Sequence[int], num_rows: int = ROWS) -> None:
     path = index.find(hashes)
     counts = index.num_blocks(path, num_rows)
     found, found_counts = native.lookup(index, words_of(hashes), num_rows)
@@ -145,24 +150,51 @@ def assert_same(index: PrefixIndex, native: NativeLookups, hashes: Sequence[int]
     assert (None if counts is None else counts.tolist()) == (None if found_counts is None else found_counts.tolist())
 
 
+def assert_equal(one: PrefixIndex, other: PrefixIndex) -> None:
+    """The same blocks, groups and runs, at the same places."""
+    for ours, theirs in ((one.young, other.young), (one.old, other.old)):
+        assert ours.log.num_blocks == theirs.log.num_blocks
+        assert ours.log.starts.num_entries == theirs.log.starts.num_entries
+        assert np.array_equal(ours.log.starts.rows, theirs.log.starts.rows)
+        assert np.array_equal(ours.log.starts.used, theirs.log.starts.used)
+        assert np.array_equal(ours.log.words, theirs.log.words)
+        assert np.array_equal(ours.log.values, theirs.log.values)
+        assert np.array_equal(ours.groups.state, theirs.groups.state)
+        assert np.array_equal(ours.groups.free_rooms, theirs.groups.free_rooms)
+        num_groups, num_runs = ours.groups.state.tolist()[:2]
+        for name in ("begins", "sizes", "rooms", "num_blocks"):
+            assert np.array_equal(getattr(ours.groups, name)[:num_groups], getattr(theirs.groups, name)[:num_groups])
+        assert np.array_equal(ours.groups.runs[:num_runs], theirs.groups.runs[:num_runs])
+    assert np.array_equal(one.hash_runs.owner, other.hash_runs.owner)
+    assert np.array_equal(one.hash_runs.counts, other.hash_runs.counts)
+    assert one.hash_runs._runs == other.hash_runs._runs
+
+
 def test_long_prompts_in_full_generations_are_found() -> None:
     """Two generations of some thousand blocks, which rotate again and again; beginnings that many engines have."""
     generator, index = random.Random(5), opened(3000, rows=40, max_bytes=1 << 17)
-    native = NativeLookups(load_library())
+    beside, library = opened(3000, rows=40, max_bytes=1 << 17), Counted()
+    native = index.native = NativeIndex(library)  # type: ignore[arg-type]
     prefixes = [[generator.getrandbits(64) for _ in range(MAX_HASHES)] for _ in range(5)]
     rotations = 0
     for _ in range(400):
         length = generator.randrange(MAX_HASHES + 1)
         prompt = generator.choice(prefixes)[:length] + [generator.getrandbits(64) for _ in range(MAX_HASHES - length)]
         assert_same(index, native, prompt, 40)
-        young = index.young
-        index.add(native.lookup(index, words_of(prompt), 40)[0], generator.randrange(40))
+        young, row, other = index.young, generator.randrange(40), generator.randrange(40)
+        drawn = generator.random()
+        for each in (index, beside):
+            each.add(each.lookup(words_of(prompt), 40)[0], row)
+            if drawn < 0.05:
+                each.remove(prompt[max(length - 3, 0) : length + 3], other)
+            elif drawn < 0.1:
+                each.store(prompt[5], prompt[6:], other)
+            elif drawn < 0.12:
+                each.open(other, 3000)
         rotations += index.young is not young
-        if generator.random() < 0.05:
-            index.remove(prompt[length - 3 : length + 3], generator.randrange(40))
-        if generator.random() < 0.02:
-            index.open(generator.randrange(40), 3000)
+        assert_equal(index, beside)
     assert rotations > 5
+    assert library.num_added > 390
 
 
 class History:
@@ -253,8 +285,9 @@ def test_registries_choose_alike_after_any_history(rule: Rule) -> None:
     acts = [history.pick] * 12 + [history.tell] * 8 + [history.wait, history.join, history.leave]
     for _ in range(1500):
         history.generator.choice(acts)()
-    assert registries[1].prefixes.young.log.num_blocks == registries[0].prefixes.young.log.num_blocks > 1000
+    assert_equal(registries[0].prefixes, registries[1].prefixes)
     assert library.num_compared > 100
+    assert library.num_added > 200
 
 
 async def test_a_registry_places_natively_once_it_has_many_engines() -> None:

@@ -266,7 +266,8 @@ class SessionTable:
 
     def _begin(self, turn: Turn, request: PickRequest, engine: EngineRef) -> _Branch:
         """Remember another line; it is expected to go on as the one from which it branches off."""
-        tenant = self._tenants.setdefault(request.tenant, _Tenant())
+        if (tenant := self._tenants.get(request.tenant)) is None:
+            tenant = self._tenants[request.tenant] = _Tenant()
         session = turn.session or _Session(request.session)
         if session.key:
             tenant.sessions[session.key] = session

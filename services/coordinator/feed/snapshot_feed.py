@@ -41,9 +41,10 @@ _WOKEN_TOGETHER = 4
 in which no pick would be answered otherwise; 16 took up to 7 ms where other programs wanted the cores too."""
 
 
-SLICE_ENGINES = 250
-"""Engines whose loads, or whose whole entries, are made part of a message in one turn of the event loop: of a thousand
-that took 2 and 10 ms, and twice as long where picks had pushed the code out of the caches."""
+SLICE_ENGINES = 128
+"""Engines that are looked at in one turn of the event loop: to see what has changed of a thousand took 22 ms, to make
+their loads or their whole entries part of a message 2 and 10, and twice as long where picks had pushed the code out of
+the caches."""
 
 
 class Published(NamedTuple):
@@ -133,12 +134,14 @@ class _Shown:
         rest: Its entry without the load.
         outline: What watchers without loads are shown, as a part of a serialized ``Snapshot``.
         data: Its entry as a part of a serialized ``Snapshot``; None: not serialized since it changed.
+        bare: The same without its identity.
     """
 
     number: int
     rest: EngineEntry
     outline: bytes
     data: bytes | None = None
+    bare: bytes | None = None
 
 
 class _Pending:
@@ -174,6 +177,7 @@ class SnapshotFeed:
         self._registry = registry
         self._slice_engines = slice_engines
         self._shown: dict[str, _Shown] = {}
+        self._unseen: dict[str, None] = {}  # engines that joined, left or changed, and were not looked at yet
         self._num_joined = 0
         self._pending, self._pending_states = _Pending(self._constants()), _Pending(self._constants())
         self._loads: dict[str, None] = {}  # engines of which only the load is to be sent
@@ -202,7 +206,8 @@ class SnapshotFeed:
         """Do what :meth:`publish` does, once a tick. Yields after each slice of work, between which anything else may
         happen."""
         with_loads = now >= self._loads_at and self._preparing is None
-        self._look_at_changes()
+        while self._look_at_changes(self._slice_engines):
+            yield
         if with_loads:
             self._note_loads(self._registry.changed.take_loads())
         are_joining = self._are_joining(now)
@@ -253,9 +258,13 @@ class SnapshotFeed:
         changed, pending.changed, pending.left, pending.constants = pending.changed, {}, {}, constants
         return head.SerializeToString() + b"".join(part(name, new) for name, new in changed.items())
 
-    def _look_at_changes(self) -> None:
-        """See what has become of the engines that joined, left, or changed in more than their load."""
-        for name in self._registry.changed.take_others():
+    def _look_at_changes(self, most: int | None = None) -> bool:
+        """See what has become of the engines that joined, left, or changed in more than their load; of ``most``
+        at most. Returns whether there are more."""
+        unseen = self._unseen
+        unseen.update(dict.fromkeys(self._registry.changed.take_others()))
+        for name in list(islice(unseen, most)):
+            del unseen[name]
             self._body = self._outlines = None
             before, entry = self._shown.get(name), self._registry.entry(name)
             if entry is not None:
@@ -265,6 +274,7 @@ class SnapshotFeed:
                 self._forget_load(name)
                 self._pending.leave(name)
                 self._pending_states.leave(name)
+        return bool(unseen)
 
     def _see(self, name: str, before: _Shown | None, entry: EngineEntry) -> None:
         if before is None:
@@ -277,8 +287,11 @@ class SnapshotFeed:
         if before is None or shown.outline != before.outline:
             self._pending_states.change(name, is_new=True)
         if before is None or entry != before.rest:
-            self._pending.change(name, is_new=before is None or entry.identity != before.rest.identity)
+            is_new = before is None or entry.identity != before.rest.identity
+            self._pending.change(name, is_new=is_new)
             self._forget_load(name)
+            if not is_new:
+                shown.bare = self._bare(name)
         elif name not in self._pending.changed:
             self._loads[name] = None
 
@@ -291,7 +304,8 @@ class SnapshotFeed:
     def _note_loads(self, names: Iterable[str]) -> None:
         """Note that the loads of these engines changed, and nothing else."""
         for name in names:
-            self._body = self._shown[name].data = None
+            shown = self._shown[name]
+            self._body = shown.data = shown.bare = None
             if name not in self._pending.changed:
                 self._loads[name] = None
 
@@ -306,12 +320,15 @@ class SnapshotFeed:
         """Return a part of a message with one engine."""
         shown = self._shown[name]
         if not with_identity:
-            entry = self._entry(name)
-            entry.ClearField("identity")
-            return Snapshot(engines=[entry]).SerializeToString()
+            return shown.bare if shown.bare is not None else self._bare(name)
         if shown.data is None:
             shown.data = Snapshot(engines=[self._entry(name)]).SerializeToString()
         return shown.data
+
+    def _bare(self, name: str) -> bytes:
+        entry = self._entry(name)
+        entry.ClearField("identity")
+        return Snapshot(engines=[entry]).SerializeToString()
 
     def _outline(self, name: str, with_identity: bool) -> bytes:
         """Return a part of a message to watchers without loads; what it has of the identity is small."""

@@ -18,7 +18,7 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from .engines.engine_registry import Registry
 from .prefixes.hash_table import Words
-from .prefixes.prefix_index import Generation, Path, PrefixIndex, Run
+from .prefixes.prefix_index import IndexGeneration, Path, PrefixIndex, Run
 
 _NO_ROW: Final = -1
 _DECODE: Final = EngineRole.ENGINE_ROLE_DECODE
@@ -127,7 +127,7 @@ class NativeIndex:
             seen.owner, seen.counts = runs.owner.ctypes.data, runs.counts.ctypes.data
 
 
-def _show(seen: _Generation, generation: Generation) -> None:
+def _show(seen: _Generation, generation: IndexGeneration) -> None:
     log, groups, table = generation.log, generation.groups, generation.log.starts
     for name, array in (("words", log.words), ("values", log.values), ("buckets", table.rows), ("used", table.used)):
         setattr(seen, name, array.ctypes.data)

@@ -20,7 +20,7 @@ _GROUP = 1 << 31  # values from here on number groups
 _OLD = 1 << 40  # added to values of the old generation
 
 
-class Generation:
+class IndexGeneration:
     """Holds blocks. Their values in ``log``: 0: no engine has the block; below ``_GROUP``: the run of the only engine
     that has it; otherwise one of ``groups``."""
 
@@ -97,7 +97,7 @@ class PrefixIndex:
         self._max_group_bytes = int(max_bytes * (1 - _LOG_SHARE) / 2)
         self.hash_runs = HashRuns()
         self.is_searchable = False  # what is remembered from the first eviction on
-        self.young, self.old = (Generation(0, is_searchable=False) for _ in range(2))
+        self.young, self.old = (IndexGeneration(0, is_searchable=False) for _ in range(2))
         self.native: NativePart | None = None
 
     def open(self, row: int, num_blocks: int) -> None:
@@ -257,7 +257,7 @@ class PrefixIndex:
             groups.leave(number, num_blocks)
         return _GROUP + groups.add([*others.tolist(), newest], num_blocks)
 
-    def _drop(self, generation: Generation, positions: Values, row: int) -> None:
+    def _drop(self, generation: IndexGeneration, positions: Values, row: int) -> None:
         """Remove an engine from the blocks at some positions."""
         groups, values, owner = generation.groups, generation.log.values, self.hash_runs.owner
         present = values[positions]
@@ -277,7 +277,7 @@ class PrefixIndex:
             self.hash_runs.drop(row, len(of_value), hash_run)
             values[of_value] = after
 
-    def _has(self, generation: Generation, value: int, row: int) -> bool:
+    def _has(self, generation: IndexGeneration, value: int, row: int) -> bool:
         """Return whether an engine has the blocks with this value."""
         if value < _GROUP:
             return self.hash_runs.has(row, value)
@@ -303,7 +303,7 @@ class PrefixIndex:
         # memory holds 4 to 8 million blocks instead of 7 to 14.
         block_bytes = SEARCHABLE_BLOCK_BYTES if self.is_searchable else BLOCK_BYTES
         max_blocks = max(min(self.hash_runs.num_blocks, int(self._max_log_bytes / block_bytes)), _MIN_ENTRIES)
-        self.old, self.young = self.young, Generation(max_blocks, is_searchable=self.is_searchable)
+        self.old, self.young = self.young, IndexGeneration(max_blocks, is_searchable=self.is_searchable)
         self.hash_runs.recycle()
 
 

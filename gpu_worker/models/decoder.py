@@ -24,8 +24,7 @@ from ..parallel.ranks import Stage
 from ..parallel.sharding import Dimension, joined, length
 from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts
-from .latent_attention import LatentAttention
-from .mixers import load_mixer, stored_rows, weight_scales
+from .mixers import LatentAttention, load_mixer, stored_rows, weight_scales
 from .mlp import MLP, UngatedMLP
 from .model import LanguageModel, replace_layers
 

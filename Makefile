@@ -232,7 +232,7 @@ simulate: install ## run 10,000 seeds of the simulated mesh, with faults of ever
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 	$(BIN)/python -m tests.simulation.waves --schedules 20000
 
-soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, what faults leave, operators beside faults, two hours of requests (SOAK_SECONDS), malformed requests, replayed answers, frames and command lines, tiny models
+soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, what faults leave, operators beside faults, flipped bits of weights, two hours of requests (SOAK_SECONDS), malformed requests, replayed answers, frames and command lines, tiny models
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
@@ -246,6 +246,7 @@ soak: install ## run random schedules of faults and of awaits, JSON schemas, exp
 	$(BIN)/python -m tests.soak.waves
 	$(BIN)/python -m tests.soak.waves --experts
 	$(BIN)/python -m tests.soak.adapters
+	$(BIN)/python -m tests.soak.flips
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
 	$(BIN)/python -m tests.soak.replay --seeds 4000

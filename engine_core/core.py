@@ -13,7 +13,7 @@ from .control.sleeping import Sleeping
 from .control.step_watchdog import StepWatchdog
 from .core_ready import check_states, core_ready, encoder_config, parallel_config_hash, parallel_facts
 from .data.config import EngineConfig
-from .data.errors import ExecutorFailedError
+from .data.errors import ExecutorFailedError, WeightsDamagedError
 from .data.handshake import WarmUp
 from .data.kv_groups import KVCacheConfig
 from .data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, ExpertLoads, SchedulerStats
@@ -137,6 +137,8 @@ class EngineCore:
         self.has_waves = has_waves(config, model)
         """Whether it computes in waves with the other ranks of its data-parallel group."""
         config.check_core_place()
+        self.damage: WeightsDamagedError | None = None
+        """Set once a check of the workers has found damaged weights: a core in a process of its own ends then."""
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
         self.ready = core_ready(config, model, kv_cache, warm_up, self.adapters, has_waves=self.has_waves)
@@ -414,7 +416,11 @@ class EngineCore:
 
     def check_health(self) -> None:
         """Raise ``ExecutorFailedError`` if a worker fails or does not answer in time."""
-        self.executor.check_health(_HEALTH_SECONDS)
+        try:
+            self.executor.check_health(_HEALTH_SECONDS)
+        except WeightsDamagedError as error:
+            self.damage = error
+            raise
 
     def failpoints_fired(self) -> dict[str, int]:
         """Return how often each injected fault has happened."""

@@ -1,16 +1,20 @@
 """Loads a checkpoint, measures memory and runs steps, on the device of its platform."""
 
+import contextlib
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.core_params import ModelPooling
+from tokenloom.engine_core.data.errors import WeightsDamagedError
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup, model_groups
 from tokenloom.engine_core.data.lora import LoraInfo
@@ -69,6 +73,7 @@ from .warm_up import (
     run_decode_steps,
     within,
 )
+from .weights_scrub import ADAPTERS, WeightsScrub, weights_of
 
 log = logging.getLogger(__name__)
 _NO_RUNNER = "call initialize_kv_cache first"
@@ -120,6 +125,7 @@ class ModelWorker:
         self._pool: KVPool | None = None
         self._pages: PoolPages | None = None  # None: the pool is a device's
         self._drafting: Drafting | None = None
+        self._scrub: WeightsScrub | None = None  # None: before the weights are loaded, and where none is wanted
         self._pooler: Pooler | None = None
         self._plugins = load_logits_plugins(config.plugins, _draws_on(platform)) if config.plugins else []
         self._profiler = Profiler(config.worker.profiler_dir)
@@ -191,6 +197,7 @@ class ModelWorker:
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
         layout = self._layout(block_size)
         self._backend = self._layers.make_backend(self._make_backend, block_size)
+        self._begin_scrub()
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
@@ -214,6 +221,43 @@ class ModelWorker:
             media=self._media_traits(),
             argument_schemas=[plugin.schema for plugin in self._plugins],
         )
+
+    def _begin_scrub(self) -> None:
+        if (seconds := self._config.worker.weights_scrub_seconds) == 0:
+            return
+        refuse = weakref.WeakMethod(self._refuse_steps)  # a worker that nobody holds any more is to be collected
+
+        def on_damage(reason: str) -> None:
+            if (call := refuse()) is not None:
+                call(reason)
+
+        self._scrub = WeightsScrub(self._device, seconds, on_damage)
+        weakref.finalize(self, self._scrub.close)
+        self._scrub.start(self._weights())
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights that are compared with their checksums: not those of what drafts, whose tokens the model
+        verifies, and on a GPU not those of adapters, which steps copy into slots."""
+        if self._slot is None or not self._slot.is_loaded:
+            return {}
+        parts: dict[str, object] = {"model": self._slot.model, "pooler": self._pooler}
+        if self._loras is not None and self._device.type == "cpu":
+            parts[ADAPTERS] = self._loras.adapters
+        return weights_of(parts, moves_experts=self._ranks.balancer is not None)
+
+    def _changing_weights(self, *, adds: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Let a block change weights, as :meth:`.WeightsScrub.changing` says."""
+        return contextlib.nullcontext() if self._scrub is None else self._scrub.changing(self._weights, adds=adds)
+
+    def _refuse_steps(self, reason: str) -> None:
+        """Raise ``WeightsDamagedError`` in the place of each step from now on. Called from any thread."""
+        log.error("%s; no step is computed any more", reason)
+
+        def refuse(*_: object) -> NoReturn:
+            raise WeightsDamagedError(reason)
+
+        # In the place of the methods, so that steps ask nothing while the weights are whole.
+        self.execute_model = self.execute_dummy_batch = refuse  # type: ignore[method-assign]
 
     def _media_traits(self) -> MediaTraits | None:
         media = None if self._config.worker.language_model_only else self._model.config.media
@@ -403,13 +447,14 @@ class ModelWorker:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
         those of a CPU can be read from the files again. A device's pool stays if other processes may have mapped it."""
         slot, before, kept = self._require_slot(), self._platform.bytes_in_use(), 0
-        if level == 1 and not self._platform.pool_is_on_host:
-            kept = slot.move_to_host()
-        else:
-            slot.drop(restorable=level == 1)
-        if self._drafting is not None:
-            self._drafting.drop()
-        self._take_model()
+        with self._changing_weights():
+            if level == 1 and not self._platform.pool_is_on_host:
+                kept = slot.move_to_host()
+            else:
+                slot.drop(restorable=level == 1)
+            if self._drafting is not None:
+                self._drafting.drop()
+            self._take_model()
         self._platform.return_freed()
         with_kv = self._platform.bytes_in_use()
         if self._pool is None:
@@ -422,8 +467,9 @@ class ModelWorker:
 
     def wake_up(self, tags: Sequence[str]) -> None:
         if "weights" in tags:
-            self._require_slot().restore()
-            self._take_model()
+            with self._changing_weights():
+                self._require_slot().restore()
+                self._take_model()
             if self._drafting is not None:
                 self._drafting.restore()
         if "kv_cache" in tags:
@@ -447,22 +493,25 @@ class ModelWorker:
 
     def reload_weights(self, path: str) -> None:
         slot = self._require_slot()
-        try:
-            slot.replace(Path(path))
-            if self._loras is not None:
-                with slot.lost_on_error(Path(path)):
-                    self._loras.weights_replaced()
-        finally:  # the model is another one if it was asleep, or if the weights were lost
-            self._take_model()
-            self._platform.return_freed()
+        with self._changing_weights():
+            try:
+                slot.replace(Path(path))
+                if self._loras is not None:
+                    with slot.lost_on_error(Path(path)):
+                        self._loras.weights_replaced()
+            finally:  # the model is another one if it was asleep, or if the weights were lost
+                self._take_model()
+                self._platform.return_freed()
         if self._drafting is not None:
             self._drafting.restore()
 
     def load_lora(self, path: str) -> LoraInfo:
-        return self._require_loras().load(Path(path))
+        with self._changing_weights(adds=True):
+            return self._require_loras().load(Path(path))
 
     def drop_lora(self, digest: bytes) -> None:
-        self._require_loras().drop(digest)
+        with self._changing_weights(adds=True):
+            self._require_loras().drop(digest)
 
     def profile(self, start: bool, prefix: str = "") -> None:
         if start:
@@ -483,19 +532,26 @@ class ModelWorker:
         slot, ranks = self._require_slot(), self._ranks
         layers = expert_layers(slot.model) if slot.is_loaded else []  # an engine that sleeps loads them when it wakes
         held = [layer.held() for layer in layers]
-        ranks.place_experts(peers)
-        if any(layer.lacks(experts) for layer, experts in zip(layers, held, strict=True)):
-            slot.relocate_experts(held)
-        else:
-            for layer, experts in zip(layers, held, strict=True):
-                layer.relocate(None, experts)
+        with self._changing_weights():
+            ranks.place_experts(peers)
+            if any(layer.lacks(experts) for layer, experts in zip(layers, held, strict=True)):
+                slot.relocate_experts(held)
+            else:
+                for layer, experts in zip(layers, held, strict=True):
+                    layer.relocate(None, experts)
         ranks.join_experts(peers)
 
     def leave_experts(self) -> None:
         self._ranks.spread_experts.leave()
 
     def check_health(self) -> None:
-        """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
+        """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong, and
+        ``WeightsDamagedError``."""
+        if self._scrub is not None:
+            if self._device.type != "cpu":
+                self._scrub.look()
+            if self._scrub.damage:
+                raise WeightsDamagedError(self._scrub.damage)
         if float(torch.ones(8, device=self._device).sum()) != 8.0:
             raise RuntimeError(f"{self._device.type} computes wrong sums")
 
@@ -504,6 +560,8 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         self._profiler.close()
+        if self._scrub is not None:
+            self._scrub.close()
         if self._ranks.experts is not None:
             self._ranks.experts.close()
         if self._pages is not None:

@@ -20,7 +20,7 @@ from ..data.errors import EngineDeadError, NotSentError
 from ..data.handshake import CoreReady
 from ..data.kv_messages import KVCall, KVEvent
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
-from ..process.core_io import ENGINE_CORE_DEAD
+from ..process.core_io import ENGINE_CORE_DEAD, death_of
 from ..process.core_launch import CoreProcess
 from ..wire.array_arena import ArrayArena, Loan
 from ..wire.frames import NO_MEMORY, RETRY_SECONDS, Decoder, Frame, FrameReader, Pieces, encode, head, to_raw
@@ -378,7 +378,7 @@ class AsyncMPClient:
         while True:
             frames = await self._socket.receive()
             if frames[0] == ENGINE_CORE_DEAD:
-                self._fail(EngineDeadError("the engine core failed; see its log"))
+                self._fail(death_of(frames))
                 assert self._dead is not None
                 raise self._dead
             outputs = self._decoder.decode(frames)

@@ -17,7 +17,7 @@ from ..data.errors import EngineDeadError, EnginePausedError, UtilityError
 from ..data.handshake import CoreReady
 from ..data.messages import ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..executor.executor import Executor
-from ..process.core_io import ENGINE_CORE_DEAD
+from ..process.core_io import ENGINE_CORE_DEAD, death_of
 from ..process.core_launch import CoreProcess
 from ..wire.array_arena import ArrayArena
 from ..wire.frames import Decoder, FrameReceiver, Pieces, encode, head, to_raw
@@ -349,7 +349,7 @@ class SyncMPClient:
             self._give_up(error)
             raise
         if frames[0] == ENGINE_CORE_DEAD:
-            self._dead = EngineDeadError("the engine core failed; see its log")
+            self._dead = death_of(frames)
             raise self._dead
         return self._decoder.decode(frames)
 

@@ -200,6 +200,12 @@ class WorkerConfig(Struct, frozen=True):
         "prompt is cut, with a cached prefix or without: as one order of sums for each token, with the C++ kernels of "
         "a CPU. Long prompts take longer.",
     ] = False
+    weights_scrub_seconds: Annotated[
+        Duration | None,
+        "Seconds in which all weights in memory are compared once with the checksums that they had when they were "
+        "loaded; an engine whose weights have changed ends, and the next process reads them anew. 0: never; by default "
+        "an hour, or more where that would take more than 1 % of a core.",
+    ] = None
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 

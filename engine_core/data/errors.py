@@ -13,12 +13,21 @@ class EngineDeadError(RuntimeError):
     """The core has ended or failed; it will not answer any call."""
 
 
+class EngineDamagedError(EngineDeadError):
+    """The core has ended because weights in memory have changed by themselves. Another process reads them anew."""
+
+
 class NotSentError(RuntimeError):
     """A message cannot be sent to the core, and nothing of it was: only what it asks for fails."""
 
 
 class ExecutorFailedError(RuntimeError):
     """A worker failed or ended, so that the core cannot compute."""
+
+
+class WeightsDamagedError(ExecutorFailedError):
+    """Weights in a worker's memory differ from what was loaded, so that every token may be wrong. The message names
+    them."""
 
 
 class WorkerLostError(ExecutorFailedError):

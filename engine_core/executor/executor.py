@@ -80,7 +80,8 @@ class Executor(Protocol):
     def check_health(self, timeout: float) -> None:
         """Check every worker, after all steps begun so far.
 
-        Raises ``ExecutorFailedError`` with the reason if a worker fails or does not answer within ``timeout`` seconds.
+        Raises ``ExecutorFailedError`` with the reason if a worker fails or does not answer within ``timeout`` seconds,
+        and ``WeightsDamagedError``, after which no worker computes a step.
         A worker in the caller's thread cannot be interrupted: it is only asked.
         """
 

@@ -14,7 +14,7 @@ import zmq
 from tokenloom.process.rendezvous_dir import RendezvousDir
 
 from ..data.config import EngineConfig
-from ..data.errors import ExecutorFailedError, PeerLostError, WorkerLostError
+from ..data.errors import ExecutorFailedError, PeerLostError, WeightsDamagedError, WorkerLostError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
@@ -107,6 +107,7 @@ class WorkerWatch:
             self._ended.notify_all()
 
 
+_DAMAGED = WorkerErrorKind.DAMAGED
 _END_SECONDS = 2.0
 """How long the end of a killed worker may take to be reported once another rank has failed."""
 _SEND_POLL_MS = 20
@@ -318,7 +319,9 @@ class MultiprocExecutor:
         Raises a rank's error, ``ExecutorFailedError`` if a worker ended, or ``TimeoutError`` after ``timeout`` seconds.
         """
         replies = self._replies_of(call_id, ranks, timeout)
-        for rank, reply in zip(ranks, replies, strict=True):
+        failed = [(rank, reply) for rank, reply in zip(ranks, replies, strict=True) if reply.error_kind is not None]
+        # Damaged weights first: the other ranks may have failed because that one has ended.
+        for rank, reply in sorted(failed, key=lambda each: each[1].error_kind is not _DAMAGED) if failed else ():
             self._raise_failure(rank, reply)
         return replies
 
@@ -386,7 +389,7 @@ class MultiprocExecutor:
 
     def _raise_failure(self, rank: int, reply: WorkerReply) -> None:
         if (error := _error_of(rank, reply)) is not None:
-            if isinstance(error, ExecutorFailedError):
+            if isinstance(error, ExecutorFailedError) and not isinstance(error, WeightsDamagedError):
                 self._await_end()
             raise error
 
@@ -397,9 +400,20 @@ class MultiprocExecutor:
         # of its own (``WorkerProc``): other workers would fail like it.
         if len(self.workers) > 1 and self._watch.was_killed(_END_SECONDS):
             self._check_alive()
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        """Raise ``WeightsDamagedError`` if that is why a rank has failed: the others fail because it has ended."""
+        self._read()
+        for rank, replies in enumerate(self._replies):
+            for reply in replies.values():
+                if isinstance(error := _error_of(rank, reply), WeightsDamagedError):
+                    raise error
 
     def _check_alive(self) -> None:
         if self._watch.failure:
+            if not self._is_closing:
+                self._check_weights()
             raise WorkerLostError(self._watch.failure)
 
 
@@ -414,4 +428,5 @@ def _error_of(rank: int, reply: WorkerReply) -> Exception | None:
         return ValueError(reply.error)
     if reply.error_kind is WorkerErrorKind.PEER:
         return PeerLostError(f"worker {rank}: {reply.error}")
-    return ExecutorFailedError(f"worker {rank}: {reply.error}")
+    kind = WeightsDamagedError if reply.error_kind is _DAMAGED else ExecutorFailedError
+    return kind(f"worker {rank}: {reply.error}")

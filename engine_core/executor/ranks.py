@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..data.config import EngineConfig
-from ..data.errors import ExecutorFailedError, PeerLostError, RanksDifferError, WorkerLostError
+from ..data.errors import ExecutorFailedError, PeerLostError, RanksDifferError, WeightsDamagedError, WorkerLostError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
 from ..data.kv_messages import KVTarget
@@ -270,14 +270,14 @@ def most_in_flight(config: EngineConfig) -> int:
 def joined_results(answers: Sequence[object | Exception]) -> list[object]:
     """Return the results by rank.
 
-    Raises ``ValueError`` if every rank refuses the call, so that no rank has changed; ``WorkerLostError`` if a worker
-    is lost, ``PeerLostError`` if one of another engine is; ``RanksDifferError`` if some ranks made the call and others
-    did not; ``ExecutorFailedError`` otherwise.
+    Raises ``ValueError`` if every rank refuses the call, so that no rank has changed; ``WeightsDamagedError`` if the
+    weights of a worker are damaged, ``WorkerLostError`` if one is lost, ``PeerLostError`` if one of another engine is;
+    ``RanksDifferError`` if some ranks made the call and others did not; ``ExecutorFailedError`` otherwise.
     """
     errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
     if not errors:
         return list(answers)
-    for kind in (WorkerLostError, PeerLostError):
+    for kind in (WeightsDamagedError, WorkerLostError, PeerLostError):
         for error in errors.values():
             if isinstance(error, kind):
                 raise error

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..data.config import EngineConfig
-from ..data.errors import ExecutorFailedError, WorkerLostError
+from ..data.errors import ExecutorFailedError, WeightsDamagedError, WorkerLostError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
@@ -388,6 +388,8 @@ class RayExecutor:
         except errors.RayTaskError as error:
             if isinstance(error.cause, (ValueError, TypeError)):
                 raise ValueError(str(error.cause)) from None
+            if isinstance(error.cause, WeightsDamagedError):
+                raise WeightsDamagedError(f"a worker: {error.cause}") from error
             raise ExecutorFailedError(f"a worker: {type(error.cause).__name__}: {error.cause}") from error
         except errors.RayError as error:
             raise WorkerLostError(f"a worker on Ray ended: {error}") from error

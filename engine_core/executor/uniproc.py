@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..data.errors import ExecutorFailedError
+from ..data.errors import ExecutorFailedError, WeightsDamagedError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
@@ -60,6 +60,8 @@ class UniProcExecutor:
     def check_health(self, timeout: float) -> None:
         try:
             self._worker.check_health()
+        except WeightsDamagedError:
+            raise
         except Exception as error:
             raise ExecutorFailedError(f"the worker failed: {error}") from error
 
@@ -126,6 +128,8 @@ class ThreadedExecutor(UniProcExecutor):
         except TimeoutError:
             check.cancel()
             raise ExecutorFailedError(f"the worker did not answer within {timeout:g} s") from None
+        except WeightsDamagedError:
+            raise
         except Exception as error:
             raise ExecutorFailedError(f"the worker failed: {error}") from error
 

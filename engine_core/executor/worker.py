@@ -110,7 +110,8 @@ class Worker(Protocol):
         """End the connections to the workers that share the experts, so that none of them waits for this one."""
 
     def check_health(self) -> None:
-        """Raise an exception if the worker cannot compute."""
+        """Raise an exception if the worker cannot compute, ``WeightsDamagedError`` if its weights have changed by
+        themselves: from then on every step raises that too."""
 
     def resident_bytes(self) -> int:
         """Return the resident memory of the worker's process, in bytes."""

@@ -102,6 +102,8 @@ class WorkerErrorKind(enum.IntEnum):
     """The caller made a mistake: it gets a ``ValueError``."""
     PEER = 3
     """A worker of another engine is lost: the caller gets a ``PeerLostError``."""
+    DAMAGED = 4
+    """Weights in memory have changed by themselves: the caller gets a ``WeightsDamagedError``."""
 
 
 class WorkerReply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

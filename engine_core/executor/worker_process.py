@@ -15,7 +15,7 @@ import zmq
 from tokenloom.process.process_guard import ProcessGuard
 
 from ..data.config import EngineConfig
-from ..data.errors import PeerLostError
+from ..data.errors import PeerLostError, WeightsDamagedError
 from ..data.scheduler_output import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..wire.array_arena import ArenaReader
@@ -198,8 +198,9 @@ class WorkerProc:
 
 def _failed(call_id: int, error: BaseException) -> WorkerReply:
     is_callers = isinstance(error, (ValueError, TypeError, msgspec.MsgspecError))
-    if isinstance(error, PeerLostError):
-        return WorkerReply(call_id, error_kind=WorkerErrorKind.PEER, error=str(error))
+    for own, kind in ((PeerLostError, WorkerErrorKind.PEER), (WeightsDamagedError, WorkerErrorKind.DAMAGED)):
+        if isinstance(error, own):
+            return WorkerReply(call_id, error_kind=kind, error=str(error))
     kind = WorkerErrorKind.VALUE if is_callers else WorkerErrorKind.FAILED
     return WorkerReply(call_id, error_kind=kind, error=str(error) if is_callers else f"{type(error).__name__}: {error}")
 

@@ -6,15 +6,17 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from typing import Final
 
+from ..data.errors import EngineDamagedError, EngineDeadError
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.messages import ToRank
 from ..wire.array_arena import ArenaReader
-from ..wire.frames import Decoder, FrameReceiver, FrameSender
+from ..wire.frames import Decoder, Frame, FrameReceiver, FrameSender
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
-"""The only frame of the core's last message when it fails."""
+"""The first frame of the core's last message when it fails. Behind it comes the reason if its weights are damaged."""
 
 INPUT_QUEUE_SIZE = 4096
 """Limit of messages that arrive during one step; the core takes all before the next. Beyond it, sends wait."""
@@ -111,9 +113,17 @@ class OutputSocket:
         with contextlib.suppress(ConnectionError):
             self._sender.send(outputs)
 
-    def send_dead(self) -> None:
-        """Send the last message of a core that has failed. A client that does not read does not get it."""
+    def send_dead(self, damage: str = "") -> None:
+        """Send the last message of a core that has failed. A client that does not read does not get it. ``damage``:
+        which weights are damaged; empty: that is not the reason."""
         # Not as a timeout of the socket, which would make it non-blocking for the thread that receives, too.
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LAST_SECONDS, 0))
         with contextlib.suppress(OSError):
-            self._sender.send_frames([ENGINE_CORE_DEAD])
+            self._sender.send_frames([ENGINE_CORE_DEAD, *([damage.encode()] if damage else [])])
+
+
+def death_of(frames: Sequence[Frame]) -> EngineDeadError:
+    """Return the error of clients whose core has sent its last message."""
+    if len(frames) > 1:
+        return EngineDamagedError(bytes(frames[1]).decode())
+    return EngineDeadError("the engine core failed; see its log")

@@ -23,7 +23,7 @@ from ..control.step_watchdog import StepWatchdog, inherited_cells
 from ..core import EngineCore
 from ..core_calls import CoreCalls
 from ..data.config import EngineConfig, ParallelConfig
-from ..data.errors import ExecutorFailedError, GroupLostError, PeerLostError, WorkerLostError
+from ..data.errors import ExecutorFailedError, GroupLostError, PeerLostError, WeightsDamagedError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.group_address import Meeting
@@ -115,9 +115,9 @@ class EngineCoreProc:
                     self._output.send(outputs)
                 if group is not None:
                     self._settle_group(group)
-        except BaseException:
+        except BaseException as error:
             # The client has to learn of an interrupt as well, or it waits for outputs of a core that is gone.
-            self._output.send_dead()
+            self._output.send_dead(str(error) if isinstance(error, WeightsDamagedError) else "")
             raise
 
     def _step(self) -> EngineCoreOutputs | None:
@@ -209,6 +209,8 @@ class EngineCoreProc:
         elif kind is RequestType.UTILITY:
             assert isinstance(message, UtilityCall)
             self._calls.call(message, self._output.send)
+            if self._core.damage is not None:
+                raise self._core.damage
         elif kind is RequestType.EXECUTOR_FAILED:
             if self._num_losses > self._num_replaced:  # otherwise a step has noticed it
                 self._replace_workers(WorkerLostError("a worker process ended unexpectedly"))
@@ -361,7 +363,7 @@ def _freeze_heap() -> None:
 def _run(proc: EngineCoreProc, core: EngineCore, kv_thread: KVThread | None) -> int:
     try:
         proc.run()
-    except GroupLostError as error:
+    except (GroupLostError, WeightsDamagedError) as error:
         log.error("%s", error)
         return 1
     except Exception:

@@ -205,6 +205,11 @@ class LoraSlots:
         for slot, digest in enumerate(self._slots):
             self._fill(slot, digest)
 
+    @property
+    def adapters(self) -> Mapping[bytes, Adapter]:
+        """The adapters in host memory, by their digests."""
+        return self._adapters
+
     def _adapted_model(self) -> AdaptedModel:
         assert self._model is not None, "check_model comes first"
         config = self._model.config

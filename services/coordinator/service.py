@@ -17,6 +17,7 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.placement.rules import RULES, Rule, plugged_rule
 from tokenloom.services.runtime.registry.registry_view import watch_registry
 from tokenloom.services.runtime.tasks import first_of
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .caches.cache_followers import CacheFollowers
@@ -158,6 +159,9 @@ class CoordinatorService:
         encoders.set_function(lambda: len(registry.encoders))
         reports = Gauge("tokenloom_reports_read", "Reports of engines since the start.", registry=host.metrics)
         reports.set_function(lambda: registry.num_reports)
+        text = "Engines that ended because their weights had changed in memory."
+        # Here, because the engine's own metrics end with it.
+        Counter(host.metrics, "tokenloom_engine_weights_damaged", text, {}, lambda: registry.num_damaged)
         lines = Gauge("tokenloom_session_lines", "Lines of turns of sessions that are known.", registry=host.metrics)
         lines.set_function(lambda: len(registry.sessions))
         caches = CacheFollowers(registry.prefixes, registry.states, host.channels, host.spawn, host.fall_backs)

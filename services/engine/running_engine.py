@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.engine_core.data.errors import EngineDamagedError, EngineDeadError
 from tokenloom.model_files.staged_weights import StagedWeights
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import (
@@ -36,6 +36,8 @@ from .streams.engine_servicer import EngineServicer
 log = logging.getLogger(__name__)
 
 STOPPED = "The engine has stopped; retry the request."
+DAMAGED = "damaged_weights"
+"""The kind of the fall-back, and the first word of the log's lines about it."""
 CLOSE_SECONDS = 1.0
 """How long peers may take to read the last frames when the engine ends."""
 
@@ -157,12 +159,24 @@ class RunningEngine:
             if self.group is not None and self.group.is_removed:
                 log.info("the engine was removed from its data-parallel group; it waits to be stopped")
                 await asyncio.Event().wait()
+            if isinstance(error, EngineDamagedError):
+                await self._leave_damaged(str(error))
+                raise Unavailable(f"{DAMAGED}: {error}") from None
             # A request that crashes engines must not be sent to all of them, so two deaths with no company end it. One
             # that was only computed together with others is not blamed, and in a group with waves the fault may lie
             # with a request of another rank.
             is_alone = self.core.num_requests == 1 and not self.core.ready.has_waves
             await self.end_streams(EngineDied(CORE_DIED) if is_alone else TryElsewhere(CORE_DIED))
             raise Unavailable(str(error)) from None
+
+    async def _leave_damaged(self, damage: str) -> None:
+        """Give all requests to other engines, blaming none of them, and let the coordinator know why, which shows it
+        when this process is gone. The next one reads the weights anew."""
+        log.error("%s: %s; requests go on at other engines", DAMAGED, damage)
+        self.host.fall_backs.begin(DAMAGED, damage)
+        await self.end_streams(TryElsewhere("The engine's weights are damaged; retry the request."))
+        if self.coordinator is not None:
+            await self.coordinator.reported(CLOSE_SECONDS)
 
     def _leave(self, reason: str, state: coordinator_pb2.EngineState) -> None:
         self.load.refuse_new(reason)

@@ -39,6 +39,8 @@ KINDS: Final[Mapping[str, str]] = {
     # Seen by engines of their coordinator.
     "refused": "The coordinator refuses an engine, for example because another one has its name: it gets no requests.",
     "not_in_state": "An engine has not reached the state that operators want: it gets no requests and tries again.",
+    # Seen by engines when they end, and kept by the coordinator for an hour.
+    "damaged_weights": "An engine's weights changed in memory by themselves: it ended, and the next reads them anew.",
     # Seen by engines, and reported by their cores and workers.
     "no_reasoning": "The tokenizer cannot write the marks of reasoning: it is not distinguished from answers.",
     "kv_recomputed": "KV blocks of another engine could not be read: the prompt was computed here.",
@@ -161,10 +163,11 @@ class FallBacks:
         log.info("fall-back %s has ended", f"{kind} of {subject}" if subject else kind)
         self._changed()
 
-    def forget(self, subject: str) -> None:
-        """End all of a subject, which is gone."""
+    def forget(self, subject: str, *, but: str = "") -> None:
+        """End all of a subject, which is gone. ``but``: a kind that stays; empty: none."""
         for kind in list(self.of(subject)):
-            self.end(kind, subject)
+            if kind != but:
+                self.end(kind, subject)
 
     def _changed(self) -> None:
         if self.on_change is not None:

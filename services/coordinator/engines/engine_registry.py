@@ -140,6 +140,11 @@ class Registry:
         return self._epoch
 
     @property
+    def num_damaged(self) -> int:
+        """How often an engine has ended because its weights were damaged."""
+        return self._signs.num_damaged
+
+    @property
     def is_complete(self) -> bool:
         """False while a new coordinator waits for engines to join again."""
         return self._is_complete
@@ -188,7 +193,9 @@ class Registry:
         else:
             self.prefixes.open(row, identity.num_kv_blocks)
             self.states.open(row, identity.num_state_slots, identity.state_boundary)
-            self._fall_backs.forget(identity.engine_id)  # they are those of an earlier incarnation
+            self._signs.forget(identity.engine_id)  # the fall-backs are those of an earlier incarnation
+        known = older.report if older is not None and older.identity.epoch == identity.epoch else EngineReport()
+        self._signs.reported(identity.engine_id, known, report, now)
         if older is not None:
             self.claims.leave(older)
         self._records[identity.engine_id] = self._by_row[row] = record
@@ -233,6 +240,7 @@ class Registry:
         if report.picks_arrived and record.lost_picks and self._signs.arrived(record):
             self.changed.other([record.identity.engine_id])
         if report.fall_backs != record.report.fall_backs:
+            self._signs.reported(record.identity.engine_id, record.report, report, self._clock())
             self.changed.other([record.identity.engine_id])
         before = record.own_state, record.report.role, record.adapters, record.report.progress.reached
         if report.role != record.report.role:
@@ -255,7 +263,7 @@ class Registry:
         if self._by_row.get(record.row) is record:
             del self._records[record.identity.engine_id], self._by_row[record.row]
             self.claims.leave(record)
-            self._fall_backs.forget(record.identity.engine_id)
+            self._signs.forget(record.identity.engine_id)
             self._columns.remove(record.row)
             self.prefixes.close(record.row)
             self.states.close(record.row)
@@ -314,6 +322,7 @@ class Registry:
         self._expire(now)
         self._pools.refresh(now)
         self.encoders.refresh()
+        self.changed.other(self._signs.refresh(now))
         changed = [record for record in self._silent(now) if record.refresh(now)]
         is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
         if changed or is_complete != self._is_complete:

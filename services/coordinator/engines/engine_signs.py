@@ -1,4 +1,5 @@
-"""Looks for engines that are of less use than they seem: without partners for their KV, or out of reach. No I/O."""
+"""Looks for engines that are of less use than they seem: without partners for their KV, or out of reach, or on machines
+whose memory is not to be trusted. No I/O."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,7 +7,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.peers.hello import engine_difference
 from tokenloom.services.runtime.placement.fingerprint_kinds import PAIR_FIELDS, POOL_FIELDS
 from tokenloom.services.runtime.placement.pairing import missing_role
-from tokenloom.v1.coordinator_pb2 import EngineState
+from tokenloom.v1.coordinator_pb2 import EngineReport, EngineState
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 from .engine_record import EngineRecord
@@ -14,6 +15,9 @@ from .engine_record import EngineRecord
 LOST_PICKS = 3
 """So many picks in a row that never arrived at an engine mean that it is not reached; one or two are those of an output
 processor that died, or of requests that were cancelled."""
+DAMAGED = "damaged_weights"
+DAMAGED_SECONDS = 3600.0
+"""How long damaged weights are shown. The engine itself ends at once, and the next one of its name knows nothing."""
 _SERVING = EngineState.ENGINE_STATE_SERVING
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 _PARTNERS = {_PREFILL: (_DECODE, _BOTH), _DECODE: (_PREFILL, _BOTH)}
@@ -22,10 +26,36 @@ _Sort = tuple[bytes, int]
 
 
 class EngineSigns:
-    """Keeps the fall-backs that only the coordinator can see, whose subjects are engines."""
+    """Keeps the fall-backs that only the coordinator can see, whose subjects are engines.
+
+    Attributes:
+        num_damaged: How often an engine has ended because its weights were damaged.
+    """
 
     def __init__(self, fall_backs: FallBacks) -> None:
+        self.num_damaged = 0
         self._fall_backs = fall_backs
+        self._damaged: dict[str, float] = {}  # until when that is shown, by engine; bounded by those of the last hour
+
+    def reported(self, name: str, before: EngineReport, report: EngineReport, now: float) -> None:
+        """Note what an engine reports that it does without, and had not reported ``before``."""
+        for each in report.fall_backs:
+            if each.kind == DAMAGED and all(known.kind != DAMAGED for known in before.fall_backs):
+                self.num_damaged += 1
+                self._damaged[name] = now + DAMAGED_SECONDS
+                self._put(DAMAGED, name, each.detail)
+
+    def forget(self, name: str) -> None:
+        """Forget an engine that has left, or whose name another one has, but not that its weights were damaged."""
+        self._fall_backs.forget(name, but=DAMAGED)
+
+    def refresh(self, now: float) -> list[str]:
+        """Forget what was shown for long enough. Returns the names of those of which something else is known."""
+        ended = [name for name, until in self._damaged.items() if until <= now] if self._damaged else []
+        for name in ended:
+            del self._damaged[name]
+            self._fall_backs.end(DAMAGED, name)
+        return ended
 
     def look(self, records: Iterable[EngineRecord]) -> list[str]:
         """Look for engines without partners. To be called when engines joined, left or changed their state or role.

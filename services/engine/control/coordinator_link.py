@@ -88,6 +88,7 @@ class CoordinatorLink:
         self.joined = asyncio.Event()
         """Set when the engine has joined and is in the state that is wanted, for the first time."""
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
+        self._sent = asyncio.Event()  # set when a report has been written that holds all that was urgent
         self._refusal = ""
         self._absence = ""  # why it is not joined
 
@@ -100,6 +101,14 @@ class CoordinatorLink:
         """Report to the coordinator whether the engine serves, drains or is dead."""
         self._state = state
         self._report_now()
+
+    async def reported(self, seconds: float) -> None:
+        """Return when a report of the engine as it is now has been written, after ``seconds`` at most."""
+        self._sent.clear()
+        self._report_now()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._sent.wait()
 
     def rejoin(self) -> None:
         """Join again, because the identity has changed."""
@@ -210,6 +219,8 @@ class CoordinatorLink:
             if self._is_outdated:
                 raise Unavailable("the engine's identity changed")
             await _write(call, self._report())
+            if not self._urgent.is_set():
+                self._sent.set()
             await self._pause()
 
     async def _pause(self) -> None:

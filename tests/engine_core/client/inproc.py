@@ -12,7 +12,13 @@ from tokenloom.engine_core.client.async_core_client import PendingCalls
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.core_calls import CoreCalls
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EngineStartError
+from tokenloom.engine_core.data.errors import (
+    EngineConfigError,
+    EngineDamagedError,
+    EngineDeadError,
+    EngineStartError,
+    WeightsDamagedError,
+)
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.kv_messages import KVCall, KVEvent
 from tokenloom.engine_core.data.messages import (
@@ -131,7 +137,8 @@ class AsyncInprocClient:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, calls.step)
         except Exception as error:
-            self._fail(EngineDeadError("the engine core failed; see its log"))
+            is_damaged = isinstance(error, WeightsDamagedError)
+            self._fail(EngineDamagedError(str(error)) if is_damaged else EngineDeadError("the engine core failed"))
             assert self._dead is not None
             raise self._dead from error
 

@@ -20,7 +20,13 @@ from tests.engine_core.invariants import check_idle
 from tests.engine_core.processes import collect, has_ended, wait_until
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
-from tokenloom.engine_core.data.errors import EngineDeadError, ExecutorFailedError, RanksDifferError, WorkerLostError
+from tokenloom.engine_core.data.errors import (
+    EngineDeadError,
+    ExecutorFailedError,
+    RanksDifferError,
+    WeightsDamagedError,
+    WorkerLostError,
+)
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
@@ -263,6 +269,19 @@ def fail_in_two(tmp_path: Path, *, is_killed: bool, is_dummy: bool) -> ExecutorF
 def test_a_rank_that_fails_because_another_was_killed_is_no_failure_of_its_own(tmp_path: Path, is_dummy: bool) -> None:
     error = fail_in_two(tmp_path, is_killed=True, is_dummy=is_dummy)
     assert (type(error), str(error)) == (WorkerLostError, "worker 1 ended with status -9")
+
+
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_a_rank_whose_weights_are_damaged_is_the_cause_whichever_fails_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dummy: bool
+) -> None:
+    damaged = (
+        "from tokenloom.engine_core.data.errors import WeightsDamagedError\n        raise WeightsDamagedError('x')"
+    )
+    script = RESET_WORKER.replace("os.kill(os.getpid(), signal.SIGKILL)", damaged)
+    monkeypatch.setitem(globals(), "RESET_WORKER", script)
+    error = fail_in_two(tmp_path, is_killed=True, is_dummy=is_dummy)
+    assert (type(error), str(error)) == (WeightsDamagedError, "worker 1: x")
 
 
 def test_ranks_that_end_because_their_step_failed_are_not_lost(tmp_path: Path) -> None:

@@ -1,10 +1,16 @@
 import pytest
 
-from tokenloom.engine_core.data.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
+from tokenloom.engine_core.data.errors import (
+    ExecutorFailedError,
+    RanksDifferError,
+    WeightsDamagedError,
+    WorkerLostError,
+)
 from tokenloom.engine_core.executor.ranks import joined_results
 
 REFUSED, FAILED = ValueError("no such file"), ExecutorFailedError("worker 1: OSError: the disk failed")
 LOST = WorkerLostError("worker 1 ended with status -9")
+DAMAGED = WeightsDamagedError("worker 1: bytes 0 to 7 of model.a have changed since they were loaded")
 
 
 def test_results_are_those_of_all_ranks() -> None:
@@ -19,6 +25,8 @@ def test_results_are_those_of_all_ranks() -> None:
         ([REFUSED], REFUSED),
         ([FAILED], FAILED),
         ([1, LOST], LOST),
+        ([1, DAMAGED], DAMAGED),
+        ([LOST, DAMAGED], DAMAGED),
     ],
 )
 def test_an_error_of_every_rank_is_raised_as_it_is(answers: list[object], error: Exception) -> None:

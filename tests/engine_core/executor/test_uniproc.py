@@ -2,10 +2,10 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_worker
-from tokenloom.engine_core.data.errors import ExecutorFailedError
+from tokenloom.engine_core.data.errors import ExecutorFailedError, WeightsDamagedError
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 
 
 def test_results_of_calls_by_name_are_plain_data() -> None:
@@ -36,3 +36,17 @@ def test_a_worker_that_is_not_healthy_is_reported() -> None:
 
 def fail() -> None:
     raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("kind", [UniProcExecutor, ThreadedExecutor])
+def test_damaged_weights_are_told_apart(kind: type[UniProcExecutor]) -> None:
+    worker = make_worker(make_config())
+
+    def damaged() -> None:
+        raise WeightsDamagedError("bytes 0 to 7 of model.a have changed")
+
+    worker.check_health = damaged  # type: ignore[method-assign]
+    executor = kind(worker)
+    with pytest.raises(WeightsDamagedError, match="bytes 0 to 7 of model"):
+        executor.check_health(60.0)
+    executor.shutdown()

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tokenloom.engine_core.data.errors import EngineDamagedError, EngineDeadError
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs
-from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD, OutputSocket
+from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD, OutputSocket, death_of
 from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver
 
 
@@ -28,7 +29,17 @@ def test_a_client_that_is_gone_does_not_fail_the_core(sockets: tuple[OutputSocke
 def test_the_last_message_says_that_the_core_has_failed(sockets: tuple[OutputSocket, socket.socket]) -> None:
     output, far = sockets
     output.send_dead()
-    assert FrameReceiver(far).receive() == [ENGINE_CORE_DEAD]
+    frames = FrameReceiver(far).receive()
+    assert frames == [ENGINE_CORE_DEAD]
+    assert type(death_of(frames)) is EngineDeadError
+
+
+def test_the_last_message_says_that_weights_are_damaged(sockets: tuple[OutputSocket, socket.socket]) -> None:
+    output, far = sockets
+    output.send_dead("worker 0: bytes 0 to 7 of model.ä have changed")
+    error = death_of(FrameReceiver(far).receive())
+    assert type(error) is EngineDamagedError
+    assert str(error) == "worker 0: bytes 0 to 7 of model.ä have changed"
 
 
 def test_a_client_that_does_not_read_stops_the_core(sockets: tuple[OutputSocket, socket.socket]) -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.services.engine.control.test_coordinator_link import is_serving, running_coordinator, see
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings, running_engine
+from tokenloom.engine_core.data.errors import WeightsDamagedError
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.host.service import running
+from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_DEAD
 from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH
 
 ENDLESS = 1500
@@ -70,6 +74,42 @@ class Fragile(HashWorker):
         if self.steps == 10:
             raise RuntimeError("the worker failed")
         super().execute_model(scheduled)
+
+
+class Damaged(HashWorker):
+    """Finds in its tenth step that its weights have changed."""
+
+    steps = 0
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        self.steps += 1
+        if self.steps == 10:
+            raise WeightsDamagedError("bytes 0 to 7 of model.a have changed")
+        super().execute_model(scheduled)
+
+
+async def test_damaged_weights_are_no_request_s_fault_and_the_coordinator_remembers_them(
+    socket_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with running_coordinator(socket_dir) as (stub, service):
+        async with running_engine(settings, Damaged) as host, Peer(host.address) as peer:
+            await peer.send(make_add(1, [1], ENDLESS))
+            received = await peer.read_until_finished([1])
+            assert isinstance(await host.failure.take(), Unavailable)
+            (engine,) = await see(stub, lambda engines: [bool(each.report.fall_backs) for each in engines] == [True])
+            assert engine.report.state == ENGINE_STATE_DEAD
+            assert [each.kind for each in engine.report.fall_backs] == ["damaged_weights"]
+            assert host.fall_backs.own() == [("damaged_weights", "bytes 0 to 7 of model.a have changed")]
+        assert received.finished[1].error.reason == "TRY_ELSEWHERE"
+        assert received.finished[1].error.message.startswith("The engine's weights are damaged")
+        assert len(received.token_ids[1]) == 9
+        async with running_engine(settings):  # its successor
+            (engine,) = await see(stub, is_serving)
+            assert [each.detail for each in engine.report.fall_backs] == ["bytes 0 to 7 of model.a have changed"]
+        assert service.servicer is not None
+        assert service.servicer._registry.num_damaged == 1
+    assert "damaged_weights: bytes 0 to 7 of model.a have changed; requests go on at other engines" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_roles import DECODE, PREFILL, Fleet, identity, report
 from tokenloom.services.coordinator.engines.engine_record import PICK_SECONDS
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.v1.coordinator_pb2 import EngineState, PickRequest
+from tokenloom.services.coordinator.engines.engine_signs import DAMAGED_SECONDS
+from tokenloom.v1.coordinator_pb2 import EngineState, FallBack, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Fingerprint
 
@@ -116,6 +117,42 @@ def test_a_restarted_engine_has_none_of_its_predecessor_s_signs() -> None:
     fleet.registry.leave(fleet.records["b0"])
     fleet.registry.refresh()
     assert shown(fleet.registry)["b0"] == {}
+
+
+def test_damaged_weights_are_shown_for_an_hour_though_the_engine_is_another_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The engine ends at once, and the memory of its machine is not to be trusted afterwards either."""
+    fleet = Fleet("b0", "b1")
+    damage = FallBack(kind="damaged_weights", detail="bytes 0 to 7 of model.a have changed")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            fleet.load("b0", fall_backs=[damage], state=EngineState.ENGINE_STATE_DEAD)
+        fleet.registry.leave(fleet.records["b0"])
+        fleet.registry.refresh()
+        successor = identity("b0")
+        successor.epoch = 2
+        fleet.records["b0"] = fleet.registry.join(successor, report("b0"))
+    assert [each.message.split(":")[0] for each in caplog.records] == ["fall-back damaged_weights of b0"]
+    assert fleet.registry.num_damaged == 1
+    fleet.clock.now += DAMAGED_SECONDS - 1
+    fleet.registry.refresh()
+    assert shown(fleet.registry) == {"b0": {damage.kind: damage.detail}, "b1": {}}
+    fleet.registry.changed.take_others()
+    fleet.clock.now += 1
+    fleet.registry.refresh()
+    assert shown(fleet.registry) == {"b0": {}, "b1": {}}
+    assert "b0" in fleet.registry.changed.take_others()
+    fleet.load("b0", fall_backs=[damage])
+    assert fleet.registry.num_damaged == 2, "again, in the next process"
+
+
+def test_an_engine_that_joins_anew_with_damaged_weights_is_counted_once() -> None:
+    fleet = Fleet("b0")
+    damage = [FallBack(kind="damaged_weights", detail="bytes 0 to 7 of model.a have changed")]
+    fleet.load("b0", fall_backs=damage)
+    fleet.registry.join(identity("b0"), report("b0", fall_backs=damage))
+    assert fleet.registry.num_damaged == 1
 
 
 def test_single_picks_that_are_lost_are_no_sign() -> None:

@@ -299,7 +299,7 @@ class EngineCore:
         """
         scheduler = self.scheduler
         try:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, WeightsDamagedError):  # which no step caused
                 dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
             drain(self.steps_in_flight)  # the first failure is the one to report
             if self._grammars is not None:

@@ -87,6 +87,15 @@ class AsyncSocket:
                 if not self._has_begun:
                     self._unsent = None
 
+    def last_message(self) -> list[Frame] | None:
+        """Return the last message of a peer that has ended, if nobody has received it; None: there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            while not self._has_ended:
+                messages = self._reader.read(self._connection)
+                self._has_ended = messages is None
+                self._messages += messages or ()
+        return self._messages[-1] if self._messages else None
+
     def fail(self, error: Exception) -> None:
         """End all operations with ``error``, later ones too. The first error wins.
 
@@ -443,9 +452,17 @@ class AsyncMPClient:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         status = self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(
-                self._fail, EngineDeadError(f"the engine core's process ended with status {status}")
-            )
+            loop.call_soon_threadsafe(self._ended, status)
+
+    def _ended(self, status: int) -> None:
+        if self._dead is not None:
+            return
+        # An event loop that was busy learns of the end before it has read why.
+        last = self._socket.last_message()
+        if last is not None and last[0] == ENGINE_CORE_DEAD:
+            self._fail(death_of(last))
+        else:
+            self._fail(EngineDeadError(f"the engine core's process ended with status {status}"))
 
     def _fail(self, error: EngineDeadError) -> None:
         self._dead = self._dead or error

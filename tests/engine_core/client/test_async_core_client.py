@@ -23,7 +23,13 @@ from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, Asyn
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.data.errors import EngineDeadError, EngineStartError, NotSentError, UtilityError
+from tokenloom.engine_core.data.errors import (
+    EngineDamagedError,
+    EngineDeadError,
+    EngineStartError,
+    NotSentError,
+    UtilityError,
+)
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -174,12 +180,29 @@ async def test_a_failed_step_is_the_end(tmp_path: Path) -> None:
     ):
         await client.start()
         await client.add_request(make_request("a", [1]))
-        # Of its last words and its end either may be heard first.
-        with pytest.raises(EngineDeadError, match=r"the engine core failed|ended with status 1"):
+        with pytest.raises(EngineDeadError, match="the engine core failed"):
             await client.get_output()
         with pytest.raises(EngineDeadError):
             await client.add_request(make_request("b", [1]))
         await client.close()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_a_core_whose_weights_are_damaged_says_so_also_to_an_event_loop_that_was_busy(
+    tmp_path: Path, is_busy: bool
+) -> None:
+    errors = "__import__('tokenloom.engine_core.data.errors', fromlist=['*'])"
+    failure = f"raise {errors}.WeightsDamagedError('bytes 0 to 7 of model.a have changed')"
+    client = AsyncMPClient(CONFIG, command=failing_core(tmp_path, failure))
+    await client.start()
+    await client.add_request(make_request("a", [1]))
+    reading = asyncio.create_task(client.get_output())
+    await settle()
+    if is_busy:
+        client._process.wait()  # both its last words and its end are there when the loop looks
+    with pytest.raises(EngineDamagedError, match="bytes 0 to 7 of model"):
+        await reading
+    await client.close()
 
 
 async def test_a_request_that_was_cancelled_before_it_was_sent_holds_no_memory() -> None:

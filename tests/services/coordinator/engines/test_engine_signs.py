@@ -9,9 +9,9 @@ from tests.services.coordinator.test_roles import DECODE, PREFILL, Fleet, identi
 from tokenloom.services.coordinator.engines.engine_record import PICK_SECONDS
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.engines.engine_signs import DAMAGED_SECONDS
-from tokenloom.v1.coordinator_pb2 import EngineState, FallBack, PickRequest
+from tokenloom.v1.coordinator_pb2 import EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
-from tokenloom.v1.types_pb2 import Fingerprint
+from tokenloom.v1.types_pb2 import FallBack, Fingerprint
 
 
 def shown(registry: Registry) -> dict[str, dict[str, str]]:

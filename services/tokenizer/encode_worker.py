@@ -124,7 +124,7 @@ def answer(encoder: TextEncoder, job: EncodeJob) -> EncodeReply:
         wishes = EncodeChatRequest.FromString(job.request)
         media = list(map(MediaItem.FromString, job.media)) if job.media else ()
         prompt = encoder.encode_chat(Rendered(job.text, job.masks), wishes, media)
-        prompt.reasoning_start = cast(ReasoningStart.ValueType, job.reasoning_start)
+        prompt.reasoning_start = cast(ReasoningStart, job.reasoning_start)
         return EncodeReply(EncodeChatResponse(prompt=prompt).SerializeToString(), num_ids(prompt))
     except errors.InvalidArgument as error:
         return EncodeReply(refused=error.message, field=error.field or "")

@@ -268,16 +268,18 @@ class _Sending:
 
 def add_servicer(servicer: TokenizerServicer, server: Any) -> None:
     """Add the servicer, as generated code does."""
-    add_TokenizerServicer_to_server(servicer, _Sending(server))
+    sending: Any = _Sending(server)
+    add_TokenizerServicer_to_server(servicer, sending)
 
 
 def _sent_as_it_is(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
     serialize: Any = handler.response_serializer
+    behaviour: Any = handler.unary_unary
 
     def send(response: Any) -> bytes:
         return response if type(response) is bytes else serialize(response)
 
-    return grpc.unary_unary_rpc_method_handler(handler.unary_unary, handler.request_deserializer, send)
+    return grpc.unary_unary_rpc_method_handler(behaviour, handler.request_deserializer, send)
 
 
 def _is_one_text(request: EncodeRequest) -> bool:

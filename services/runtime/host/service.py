@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, runtime_checkable
@@ -33,6 +34,10 @@ _Settings = TypeVar("_Settings", bound=ServiceSettings)
 
 USAGE_ERROR = 2
 """Exit status for settings or a model that another start would refuse again, such as an unknown flag."""
+
+_SWITCH_SECONDS = 0.001
+"""After so long a thread that computes lets the event loop go on, which waits for the interpreter's lock after each of
+its system calls. With Python's 5 ms its turns are 5.2 ms late in the median beside one such thread, now 1.2."""
 
 _STOP_GRACE = 0.25
 """Seconds left for calls after the drain: those still open are the streams of peers, which never end by themselves."""
@@ -128,6 +133,7 @@ def main(service_class: Callable[[_Settings], Service], settings_class: type[_Se
         log.error("%s", error.message)
         return USAGE_ERROR
     forget_start()  # what imports needed; later it would stop an event loop that serves
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(service_class(settings), settings))
 

@@ -345,6 +345,7 @@ class Stubborn:
     async def start(self, host):
         print("starting", flush=True)
         if "bug" in settings_of(host): 1 / 0
+        if "switch" in settings_of(host): print(sys.getswitchinterval(), flush=True)
         if "start" in settings_of(host): await asyncio.Event().wait()
         self.host = host
         host.spawn(self.tell(), name="tell")
@@ -395,6 +396,14 @@ async def test_the_first_signal_drains(number: int) -> None:
     process.signal(number)
     for line in ("draining", "stopped"):
         await process.prints(line)
+    assert (await process.end())[0] == 0
+
+
+async def test_threads_that_compute_soon_let_the_event_loop_go_on() -> None:
+    process = await Process.start("--instance-id", "switches")
+    for line in ("starting", "0.001", "serving"):
+        await process.prints(line)
+    process.signal(signal.SIGTERM)
     assert (await process.end())[0] == 0
 
 

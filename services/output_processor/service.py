@@ -12,11 +12,18 @@ import grpc.aio
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.process.control_groups import memory_limit
+from tokenloom.request import errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.output_processor_pb2 import DetokenizeRequest, DetokenizeResponse, ProcessInput
+from tokenloom.v1.output_processor_pb2 import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ProcessInput,
+    RecallRequest,
+    RecallResponse,
+)
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
@@ -168,6 +175,12 @@ class _Servicer(OutputProcessorServicer):
 
     async def Detokenize(self, request: DetokenizeRequest, context: Any) -> DetokenizeResponse:
         return await detokenize(self._vocabulary, request)
+
+    async def Recall(self, request: RecallRequest, context: Any) -> RecallResponse:
+        group = self._requests.kept.known(request.request_id, request.tenant)
+        if group is None:
+            raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
+        return group.recall(with_prompt=request.wants_prompt)
 
 
 async def _drain(streams: GatewayStreams, requests: Requests, mode: Drain) -> None:

@@ -6,12 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1 import types_pb2
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Resume, Submit
+from tokenloom.v1.output_processor_pb2 import (
+    ProcessFrame,
+    ProcessInput,
+    RecallRequest,
+    RecallResponse,
+    RequestFinished,
+    Resume,
+    Submit,
+)
 
 from .world import World
 
@@ -147,6 +156,18 @@ class Processor:
             self._finish(run)
         return True
 
+    def recall(self, wanted: RecallRequest) -> RecallResponse:
+        """Return what a request was begun with."""
+        run = self._by_id.get(wanted.request_id)
+        if run is None or run.submit.tenant != wanted.tenant or not (run.is_live or run.has_ended):
+            raise _error(grpc.StatusCode.NOT_FOUND)
+        is_attended = run.call is not None and run.is_live
+        num_counted = 0 if run.is_lost else run.tokens[0]
+        submit = run.submit
+        return RecallResponse(
+            recipe=submit.recipe, fingerprint=submit.fingerprint, is_attended=is_attended, num_counted=num_counted
+        )
+
     async def _compute(self, run: Run) -> None:
         max_tokens = run.submit.sampling_params.max_tokens
         while run.is_live and min(run.tokens) < max_tokens:
@@ -247,8 +268,12 @@ class _Call:
 
 
 def _unavailable() -> grpc.aio.AioRpcError:
+    return _error(grpc.StatusCode.UNAVAILABLE)
+
+
+def _error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
     metadata = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "the stream was cut")
+    return grpc.aio.AioRpcError(code, metadata, metadata, "of the explorer")
 
 
 @dataclass
@@ -302,7 +327,8 @@ class _Channel:
         return self._processor.connect
 
     def unary_unary(self, method: str, **_: Any) -> Any:
-        async def call(*_: Any, **__: Any) -> None:
-            raise AssertionError(f"no scenario calls {method}")
+        async def call(request: Any, **__: Any) -> RecallResponse:
+            assert method.endswith("/Recall"), f"no scenario calls {method}"
+            return self._processor.recall(request)
 
         return call

@@ -127,7 +127,8 @@ class InferenceServicer:
         """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
         before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
         unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
-        half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn.
+        half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn. A session whose gateway
+        was lost continues in another call, within a turn that was resumable (continued_turn).
         DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

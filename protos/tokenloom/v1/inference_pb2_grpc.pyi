@@ -56,7 +56,8 @@ class InferenceStub:
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
     unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
-    half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn.
+    half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn. A session whose gateway
+    was lost continues in another call, within a turn that was resumable (continued_turn).
     DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
     Embed: _grpc.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.PoolResponse]
@@ -107,7 +108,8 @@ class InferenceAsyncStub(InferenceStub):
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
     unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
-    half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn.
+    half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn. A session whose gateway
+    was lost continues in another call, within a turn that was resumable (continued_turn).
     DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
     Embed: _aio.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
@@ -179,7 +181,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
         before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
         unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
-        half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn.
+        half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn. A session whose gateway
+        was lost continues in another call, within a turn that was resumable (continued_turn).
         DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
         """
 

@@ -11,6 +11,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RecallRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "wants_prompt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WANTS_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    wants_prompt: bool
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., wants_prompt: _Optional[bool] = ...) -> None: ...
+
+class RecallResponse(_message.Message):
+    __slots__ = ("recipe", "fingerprint", "prompt", "is_attended", "num_counted")
+    RECIPE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    IS_ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_COUNTED_FIELD_NUMBER: _ClassVar[int]
+    recipe: bytes
+    fingerprint: bytes
+    prompt: _types_pb2.Prompt
+    is_attended: bool
+    num_counted: int
+    def __init__(self, recipe: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., is_attended: _Optional[bool] = ..., num_counted: _Optional[int] = ...) -> None: ...
+
 class DetokenizeRequest(_message.Message):
     __slots__ = ("context_ids", "token_ids", "text", "held_text", "ends", "min_tokens", "single_ids")
     CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -68,7 +92,7 @@ class Withdrawal(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "pooling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over", "fingerprint", "data_parallel_rank", "session", "keep_seconds", "preferred_engine", "kv_transfer")
+    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "pooling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over", "fingerprint", "data_parallel_rank", "session", "keep_seconds", "preferred_engine", "recipe", "kv_transfer")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +121,7 @@ class Submit(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFERRED_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
@@ -119,8 +144,9 @@ class Submit(_message.Message):
     session: int
     keep_seconds: int
     preferred_engine: str
+    recipe: bytes
     kv_transfer: KVHandover
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ..., fingerprint: _Optional[bytes] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ..., preferred_engine: _Optional[str] = ..., kv_transfer: _Optional[_Union[KVHandover, _Mapping]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ..., fingerprint: _Optional[bytes] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ..., keep_seconds: _Optional[int] = ..., preferred_engine: _Optional[str] = ..., recipe: _Optional[bytes] = ..., kv_transfer: _Optional[_Union[KVHandover, _Mapping]] = ...) -> None: ...
 
 class KVHandover(_message.Message):
     __slots__ = ("hold", "source", "first_token_id")

@@ -46,6 +46,11 @@ class OutputProcessorStub:
                 request_serializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Recall = channel.unary_unary(
+                '/tokenloom.v1.OutputProcessor/Recall',
+                request_serializer=tokenloom_dot_v1_dot_output__processor__pb2.RecallRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.RecallResponse.FromString,
+                _registered_method=True)
 
 
 class OutputProcessorServicer:
@@ -69,6 +74,14 @@ class OutputProcessorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Recall(self, request, context):
+        """Returns what a request that runs or is kept here was begun with, for a gateway that continues it without its client's body. NOT_FOUND
+        (REQUEST_LOST) if it is not known, cannot be resumed, or is another tenant's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OutputProcessorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +94,11 @@ def add_OutputProcessorServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Recall': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recall,
+                    request_deserializer=tokenloom_dot_v1_dot_output__processor__pb2.RecallRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_output__processor__pb2.RecallResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -139,6 +157,33 @@ class OutputProcessor:
             '/tokenloom.v1.OutputProcessor/Detokenize',
             tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeRequest.SerializeToString,
             tokenloom_dot_v1_dot_output__processor__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.OutputProcessor/Recall',
+            tokenloom_dot_v1_dot_output__processor__pb2.RecallRequest.SerializeToString,
+            tokenloom_dot_v1_dot_output__processor__pb2.RecallResponse.FromString,
             options,
             channel_credentials,
             insecure,

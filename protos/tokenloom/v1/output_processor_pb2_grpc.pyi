@@ -43,6 +43,10 @@ class OutputProcessorStub:
     """Turns output tokens of others into text as they come. It keeps nothing: the caller sends what the last response said. INVALID_ARGUMENT
     for too many tokens and for wrong options.
     """
+    Recall: _grpc.UnaryUnaryMultiCallable[_output_processor_pb2.RecallRequest, _output_processor_pb2.RecallResponse]
+    """Returns what a request that runs or is kept here was begun with, for a gateway that continues it without its client's body. NOT_FOUND
+    (REQUEST_LOST) if it is not known, cannot be resumed, or is another tenant's.
+    """
 
 @_typing.type_check_only
 class OutputProcessorAsyncStub(OutputProcessorStub):
@@ -58,6 +62,10 @@ class OutputProcessorAsyncStub(OutputProcessorStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_output_processor_pb2.DetokenizeRequest, _output_processor_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Turns output tokens of others into text as they come. It keeps nothing: the caller sends what the last response said. INVALID_ARGUMENT
     for too many tokens and for wrong options.
+    """
+    Recall: _aio.UnaryUnaryMultiCallable[_output_processor_pb2.RecallRequest, _output_processor_pb2.RecallResponse]  # type: ignore[assignment]
+    """Returns what a request that runs or is kept here was begun with, for a gateway that continues it without its client's body. NOT_FOUND
+    (REQUEST_LOST) if it is not known, cannot be resumed, or is another tenant's.
     """
 
 class OutputProcessorServicer(metaclass=_abc_1.ABCMeta):
@@ -83,6 +91,16 @@ class OutputProcessorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_output_processor_pb2.DetokenizeResponse, _abc.Awaitable[_output_processor_pb2.DetokenizeResponse]]:
         """Turns output tokens of others into text as they come. It keeps nothing: the caller sends what the last response said. INVALID_ARGUMENT
         for too many tokens and for wrong options.
+        """
+
+    @_abc_1.abstractmethod
+    def Recall(
+        self,
+        request: _output_processor_pb2.RecallRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_output_processor_pb2.RecallResponse, _abc.Awaitable[_output_processor_pb2.RecallResponse]]:
+        """Returns what a request that runs or is kept here was begun with, for a gateway that continues it without its client's body. NOT_FOUND
+        (REQUEST_LOST) if it is not known, cannot be resumed, or is another tenant's.
         """
 
 def add_OutputProcessorServicer_to_server(servicer: OutputProcessorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

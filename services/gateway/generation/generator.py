@@ -12,6 +12,7 @@ from tokenloom.request import errors
 from tokenloom.request.reasoning import ReasoningMarks
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
 from tokenloom.v1 import tokenizer_pb2, types_pb2
+from tokenloom.v1.output_processor_pb2 import RecallResponse
 
 from ..mesh.mesh_view import MeshLoad
 from ..mesh.tokenizer_client import limited
@@ -292,6 +293,10 @@ class Generator:
 
     async def end_of_present(self) -> None:
         """Return when the generations that are open now have ended; new ones are still admitted."""
+    async def recall(self, request_id: str, tenant: str, *, with_prompt: bool = False) -> RecallResponse:
+        """Return what a request was begun with, at whichever gateway, that can be resumed. Raises ``RequestLost``."""
+        return await self._outputs.recall(request_id, tenant, with_prompt=with_prompt)
+
         await self._admission.end_of_present()
 
     def leave_resumable(self) -> None:

@@ -198,6 +198,8 @@ class RunningGeneration:
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
             submit.fingerprint, submit.take_over = token.fingerprint, token.takes_over
+            if token.recipe:
+                submit.recipe = token.recipe
             self._cancels.append(send(submit, collector, index * self.num_samples, self._media))
 
     def search(self, pool: OutputPool, texts: BeamTexts, *, timeout: float) -> None:

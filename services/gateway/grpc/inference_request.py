@@ -22,12 +22,21 @@ from .chat_prompt import read_chat_prompt
 
 
 def read_request(
-    request: inference_pb2.GenerateRequest, plans: MessagePlans, tenant: Tenant, timeout: float | None
+    request: inference_pb2.GenerateRequest,
+    plans: MessagePlans,
+    tenant: Tenant,
+    timeout: float | None,
+    *,
+    is_turn: bool = False,
 ) -> tuple[GenerateRequest, MessagePlan | None, Sequence[str]]:
     """Return the request; how a chat's turns are read, None: as plain text; and the names of what has no effect.
 
-    ``timeout``: seconds that are left. Raises ``InvalidArgument`` naming the field.
+    ``timeout``: seconds that are left. ``is_turn``: it is of a session. Raises ``InvalidArgument`` naming the field.
     """
+    if request.HasField("continued_turn") and not is_turn:
+        raise InvalidArgument(
+            "continued_turn is only for sessions; an answer is continued with Resume", "continued_turn"
+        )
     if request.WhichOneof("prompt") != "chat":
         return _generate_request(request, _prompts(request), tenant, timeout), None, _relaxed(request)
     chat, tools = read_chat_prompt(request.chat, plans.shown)
@@ -133,11 +142,16 @@ class InputSession:
         self._num_output = 0
 
     def read_turn(
-        self, request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        plans: MessagePlans,
+        timeout: float | None,
+        prompt: Sequence[int] = (),
     ) -> tuple[GenerateRequest, Sequence[str]]:
         """Return the next turn's request, and the names of what has no effect.
 
-        Raises ``InvalidArgument`` for what sessions do not support.
+        ``prompt``: the whole prompt of a turn that another gateway has begun; empty: the turn is new. Raises
+        ``InvalidArgument`` for what sessions do not support.
         """
         if (kind := request.WhichOneof("prompt")) not in (None, "text", "token_ids"):
             raise InvalidArgument(f"a turn of a session must be text or token_ids, not {kind}", kind)
@@ -145,13 +159,13 @@ class InputSession:
             raise InvalidArgument("n must be 1 in a session: only one output can be continued", "n")
         if request.HasField("beam_search"):
             raise InvalidArgument("beam_search is not supported in a session", "beam_search")
-        if request.resumable:
-            raise InvalidArgument("resumable is not supported in a session: its turns cannot be resumed", "resumable")
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
-        generate_request, _, ignored = read_request(request, plans, self._tenant, timeout)
+        generate_request, _, ignored = read_request(request, plans, self._tenant, timeout, is_turn=True)
         if not generate_request.session:
             generate_request = replace(generate_request, session=self._name)
+        if prompt:
+            return replace(generate_request, prompts=[list(prompt)], prompt_field="continued_turn"), ignored
         if not self._tokens:
             return generate_request, ignored
         # The tokens that begin a text were added to the first turn.
@@ -206,6 +220,33 @@ def read_resumption(request: inference_pb2.InferenceResumeRequest) -> tuple[Resu
     fingerprint_of_body = _fingerprint(request.request)
     token = ResumeToken(request.request_id, fingerprint_of_body, resumes=True, num_delivered=tokens_of(positions))
     return token, Delivered(positions)
+
+
+def read_turn_token(request: inference_pb2.GenerateRequest) -> tuple[ResumeToken, Delivered | None]:
+    """Return the token of a turn of a session, and what its caller has of a turn that another gateway has begun; None:
+    it is new. Raises ``InvalidArgument`` naming the field."""
+    if not request.HasField("continued_turn"):
+        return ResumeToken(fingerprint=_fingerprint_of_turn(request)) if request.resumable else NEW, None
+    turn, field = request.continued_turn, "continued_turn"
+    if not request.resumable:
+        raise InvalidArgument("continued_turn: only a turn that was resumable can be continued", field)
+    if not is_request_id(turn.request_id):
+        raise InvalidArgument("continued_turn.request_id must be that of the turn's answer", field)
+    if turn.position.index:
+        raise InvalidArgument("continued_turn.position.index must be 0: a turn has one output", field)
+    has = turn.position
+    positions = {0: ClientPosition(has.num_tokens, has.text_length, has.finished, has.num_prompt_logprobs)}
+    if not turn.HasField("position"):
+        positions = {}
+    body = inference_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("continued_turn")
+    digest, delivered = _fingerprint_of_turn(body), tokens_of(positions)
+    return ResumeToken(turn.request_id, digest, resumes=True, num_delivered=delivered), Delivered(positions)
+
+
+def _fingerprint_of_turn(request: inference_pb2.GenerateRequest) -> bytes:
+    return fingerprint("GenerateSession", request.SerializeToString(deterministic=True))
 
 
 def read_cancellation(request: inference_pb2.InferenceCancelRequest, tenant: Tenant) -> str:

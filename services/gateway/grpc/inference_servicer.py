@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from tokenloom.request import errors, logprob_columns
+from tokenloom.request import errors, logprob_columns, packed_ids
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -34,6 +34,7 @@ from .inference_request import (
     read_request,
     read_resume_token,
     read_resumption,
+    read_turn_token,
 )
 from .other_calls import (
     InputsRequest,
@@ -128,11 +129,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             with share.take_message(request.ByteSize(), self._shares.messages):
                 # Each turn is a request of its own, and the prefix cache gives it the tokens of the turns before it:
                 # scheduler and engines know nothing of sessions.
-                generate_request, ignored = session.read_turn(request, mesh.plans, context.time_remaining())
+                token, delivered = read_turn_token(request)
+                prompt: Sequence[int] = ()
+                if delivered is not None:
+                    if not is_first:
+                        message = "continued_turn is only for the first message of a session"
+                        raise errors.InvalidArgument(message, "continued_turn")
+                    prompt = await _prompt_of(mesh, token.request_id)
+                generate_request, ignored = session.read_turn(request, mesh.plans, context.time_remaining(), prompt)
                 if is_first:
                     await _send_head(request, ignored, context)
                 generate_request = replace(generate_request, adapter=adapter)
-                await self._answer(mesh, request, generate_request, None, context, session)
+                await self._answer(mesh, request, generate_request, None, context, session, token, delivered)
 
     async def _answer(
         self,
@@ -242,6 +250,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 if name in listed
             ]
         return inference_pb2.ListModelsResponse(models=models)
+
+
+async def _prompt_of(mesh: ServedMesh, request_id: str) -> Sequence[int]:
+    """Return the prompt of a request that another gateway has begun. Raises ``RequestLost``."""
+    recalled = await mesh.generator.recall(request_id, call_tenant().name, with_prompt=True)
+    return recalled.prompt.token_ids or packed_ids.ids_of(recalled.prompt)
 
 
 def _parts(deltas: list[Delta], delivered: Delivered | None) -> Iterator[tuple[Delta, bool]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
+import grpc.aio
+
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
@@ -15,6 +17,7 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
 from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, INITIAL_CREDIT
+from tokenloom.services.runtime.tasks import is_cancelled
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
@@ -34,6 +37,8 @@ all of them: output processors keep requests for as long (``--keep-lost-requests
 MAX_WITHDRAWN = 10_000
 """Requests to be ended at output processors that connect within the time of a search: clients choose their ids, and
 may name as many as they like. Beyond it, the oldest ones are ended only where the gateway is connected already."""
+RECALL_SECONDS = 1.0
+"""How long an output processor may take to say whether it has a request."""
 RETRY_SECONDS = 0.5
 """How long an accepted request waits until it asks again, when all are full or the budget of retries is spent."""
 _PLACED_AT_ONCE = 16
@@ -183,6 +188,25 @@ class OutputPool:
             self._withdrawn.pop((request_id, tenant), None)  # so that it is the last one to go
             self._withdrawn[request_id, tenant] = asyncio.get_running_loop().time() + SEARCH_SECONDS
         self._withdraw_at_all(request_id, tenant)
+
+    async def recall(self, request_id: str, tenant: str, *, with_prompt: bool = False) -> pb.RecallResponse:
+        """Return what a request was begun with that can be resumed. Raises ``RequestLost`` if no output processor has
+        it: at once, unless one is away, or has been a short time ago."""
+        self._connect_all()
+        wanted = pb.RecallRequest(request_id=request_id, tenant=tenant, wants_prompt=with_prompt)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + SEARCH_SECONDS
+        while True:
+            links = sorted(self._links, key=lambda link: link.rank(request_id))
+            for link in links:
+                if link.stream is not None and (found := await _recall(link, wanted)) is not None:
+                    return found
+            # As in a search: the gateway that has it may be about to place it again.
+            now = loop.time()
+            is_settled = all(link.stream is not None and now - link.changed_at >= SEARCH_SECONDS for link in links)
+            if (links and is_settled) or now >= until:
+                raise errors.RequestLost("The request is not known any more; send it again as a new request.")
+            await asyncio.sleep(RETRY_SECONDS)
 
     def on_open(self) -> None:
         """Send the requests that wait."""
@@ -436,6 +460,18 @@ class OutputPool:
                         await link.connect(stub)
         finally:
             self._links.remove(link)
+
+
+async def _recall(link: OutputLink, wanted: pb.RecallRequest) -> pb.RecallResponse | None:
+    """Ask an output processor; return None if it does not have the request, or does not answer."""
+    try:
+        return await link.stub.Recall(wanted, timeout=RECALL_SECONDS)
+    except grpc.aio.AioRpcError:  # one of an older release knows no recipes
+        return None
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        return None  # its channel was closed with this call in it
 
 
 def _is_over(request: PendingRequest) -> bool:

@@ -87,7 +87,7 @@ class PendingRequest:
         num_live: Samples that have not ended.
         max_tokens: Of each sample.
         media: Its images; None: it has none.
-        num_bytes: Size of the prompt in memory.
+        num_bytes: Size of the prompt in memory, and of the recipe.
         engine_deaths: Engines that died while they ran it.
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
@@ -150,7 +150,7 @@ class PendingRequest:
         self.collector = collector
         self.first_index = first_index
         self.num_live = self.num_samples = submit.num_samples or 1
-        self.num_bytes = 4 * (len(submit.prompt.token_ids) or packed_ids.num_ids(submit.prompt))
+        self.num_bytes = 4 * (len(submit.prompt.token_ids) or packed_ids.num_ids(submit.prompt)) + len(submit.recipe)
         for span in submit.prompt.embeds:
             self.num_bytes += len(span.rows)
         self.max_tokens = submit.sampling_params.max_tokens or sys.maxsize

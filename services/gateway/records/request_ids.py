@@ -54,6 +54,8 @@ class ResumeToken:
     """Continue the request if it is known, otherwise begin it."""
     num_delivered: tuple[int, ...] = ()
     """Tokens of each output that the client has, where it resumes a request."""
+    recipe: bytes = b""
+    """What another gateway needs to continue the request without the client's body; empty: the client repeats it."""
 
 
 NEW = ResumeToken()

@@ -94,8 +94,7 @@ class KeptRequests(Generic[R]):
 
         Raises ``BodyChanged`` if it began with another body, ``InvalidArgument`` if it has another number of samples.
         """
-        request = self._by_id.get(wanted.request_id)
-        if request is None or request.tenant != wanted.tenant or not request.can_repeat:
+        if (request := self.known(wanted.request_id, wanted.tenant)) is None:
             return None
         if wanted.fingerprint and wanted.fingerprint != request.fingerprint:
             raise errors.BodyChanged("The body differs from the body that this request was begun with.")
@@ -103,6 +102,11 @@ class KeptRequests(Generic[R]):
             message = f"The request has {request.num_samples} samples, not {max(wanted.num_samples, 1)}."
             raise errors.InvalidArgument(message, "num_samples")
         return request
+
+    def known(self, request_id: str, tenant: str) -> R | None:
+        """Return a request that can be resumed; None if it is not known, or is another tenant's."""
+        request = self._by_id.get(request_id)
+        return None if request is None or request.tenant != tenant or not request.can_repeat else request
 
     def withdraw(self, request_id: str, tenant: str) -> None:
         """End a request that its client does not want any more, and forget it. Nothing happens if it is not known."""

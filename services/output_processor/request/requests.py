@@ -12,7 +12,13 @@ from tokenloom.request.packed_ids import num_ids
 from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.tracing import Tracer
-from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, Submit
+from tokenloom.v1.output_processor_pb2 import (
+    RecallResponse,
+    RequestFinished,
+    SampleJournal,
+    SamplePosition,
+    Submit,
+)
 from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
 
 from ..placement.engine_link import EngineAttempt
@@ -109,6 +115,17 @@ class SampleGroup:
     def can_repeat(self) -> bool:
         """Whether all output so far can be sent again. The output of samples that had ended elsewhere is not here."""
         return len(self._outputs) == self.num_samples and all(output.can_repeat for output in self._outputs)
+
+    def recall(self, *, with_prompt: bool) -> RecallResponse:
+        """Return what it was begun with."""
+        submit, has_gateway = self._submit, self.on_taken is not _ignore
+        return RecallResponse(
+            recipe=submit.recipe,
+            fingerprint=submit.fingerprint,
+            prompt=submit.prompt if with_prompt else None,
+            is_attended=has_gateway and not self.is_over,
+            num_counted=len(self._outputs[0].token_ids) if has_gateway else 0,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -260,7 +277,7 @@ def prompt_bytes(submit: Submit) -> int:
         size += sum(len(span.rows) for span in prompt.embeds)
     # Counting requests alone was not enough: 4,096 prompts of 32,000 tokens, far below --max-requests, fill the 512 MiB
     # of an output processor's container.
-    return size * (1 + (submit.num_samples or 1))
+    return size * (1 + (submit.num_samples or 1)) + len(submit.recipe)
 
 
 class LiveRequestLimit:

@@ -383,6 +383,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         self.withdrawals: asyncio.Queue[output_processor_pb2.Withdrawal] = asyncio.Queue()
         self.auto: Sequence[str] | None = None
         self.pool: Callable[[FakeRequest], object] | None = None  # answers pooling requests
+        self.recalled: dict[str, output_processor_pb2.RecallResponse] = {}  # by request
 
     async def Detokenize(
         self, request: output_processor_pb2.DetokenizeRequest, context: Any
@@ -391,6 +392,14 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         text = bytes(request.token_ids).decode(errors="replace")
         singles = [bytes([each]) for each in request.single_ids]
         return output_processor_pb2.DetokenizeResponse(text=text, single_bytes=singles)
+
+    async def Recall(
+        self, request: output_processor_pb2.RecallRequest, context: Any
+    ) -> output_processor_pb2.RecallResponse:
+        if (found := self.recalled.get(request.request_id)) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not known")
+        assert found is not None
+        return found
 
     async def Process(self, messages: Any, context: Any) -> AsyncIterator[output_processor_pb2.ProcessFrame]:
         session = FakeSession()

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer
 
 from tests.services.output_processor.fakes import EngineStream, FakeCoordinator, FakeEngine, Gateway, Served
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.v1.output_processor_pb2 import RecallRequest, RecallResponse
+from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorStub
 
 
 @dataclass
@@ -32,6 +34,11 @@ class Mesh:
         await gateway.send(submit=submits)
         stream = await self.engines[0].next_stream()
         return stream, [add.slot for add in await stream.next_adds(len(submits))]
+
+    async def recall(self, wanted: RecallRequest) -> RecallResponse:
+        """Return what a request was begun with."""
+        recalled: RecallResponse = await OutputProcessorStub(self.channel).Recall(wanted)
+        return recalled
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

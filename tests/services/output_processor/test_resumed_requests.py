@@ -12,7 +12,15 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.request.packed_ids import pack
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Resume, SamplePosition, Submit, Withdrawal
+from tokenloom.v1.output_processor_pb2 import (
+    ProcessFrame,
+    RecallRequest,
+    RequestFinished,
+    Resume,
+    SamplePosition,
+    Submit,
+    Withdrawal,
+)
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Prompt
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
@@ -342,3 +350,27 @@ async def test_a_request_of_a_lost_gateway_that_its_client_has_cancelled(mesh: M
     await other.send(withdraw=[Withdrawal(request_id="request-1", tenant="someone")])
     assert list((await stream.next_input()).abort_slots) == [slot]
     assert await refusal(other) == "REQUEST_LOST"
+
+
+async def test_a_request_is_recalled_with_what_it_was_begun_with(mesh: Mesh) -> None:
+    request = kept(recipe=b"of the gateway")
+    stream, slot = await lost(mesh, request, mesh.ids(TEXT)[:3])
+    wanted = RecallRequest(request_id="request-1", tenant="someone", wants_prompt=True)
+    recalled = await mesh.recall(wanted)
+    assert (recalled.recipe, recalled.fingerprint, recalled.prompt) == (b"of the gateway", b"body", request.prompt)
+    assert (recalled.is_attended, recalled.num_counted) == (False, 0), "its gateway was lost"
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume()])
+    await other.next_frame()
+    wanted.wants_prompt = False
+    recalled = await mesh.recall(wanted)
+    assert (recalled.is_attended, recalled.num_counted, recalled.HasField("prompt")) == (True, 3, False)
+    stream.send(finished=end(slot, 3))
+    await other.next_frame()
+    recalled = await mesh.recall(wanted)
+    assert (recalled.is_attended, recalled.num_counted) == (False, 3)
+    for others in ({"tenant": "another one"}, {"request_id": "request-2"}):
+        fields = {"request_id": "request-1", "tenant": "someone", **others}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await mesh.recall(RecallRequest(**fields))
+        assert wire_errors.from_rpc(caught.value).reason == "REQUEST_LOST"

@@ -10,9 +10,9 @@ import pytest
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors, packed_ids, wire_errors
 from tokenloom.services.gateway import service
-from tokenloom.v1 import inference_pb2, types_pb2
+from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 
 async def test_a_stream_of_text_and_tokens(mesh: FakeMesh) -> None:
@@ -342,10 +342,78 @@ async def test_messages_that_are_not_answered_have_a_bound_together(socket_dir: 
         assert [part.text async for part in stub.Generate(turn(text="a" * 60))]
 
 
-async def test_a_turn_of_a_session_cannot_be_resumed(mesh: FakeMesh) -> None:
+TURN_ID = "ab" * 20
+
+
+async def test_a_session_continues_within_a_turn_of_another_gateway(mesh: FakeMesh) -> None:
+    mesh.outputs.recalled[TURN_ID] = output_processor_pb2.RecallResponse(
+        prompt=types_pb2.Prompt(packed_token_ids=packed_ids.pack(list(b"abcHide")))
+    )
     async with mesh.inference() as stub:
-        call = stub.GenerateSession(iter([inference_pb2.GenerateRequest(model=MODEL, text="a", resumable=True)]))
+        call = stub.GenerateSession()
+        has = inference_pb2.OutputPosition(num_tokens=2, text_length=2)
+        position = inference_pb2.TurnPosition(request_id=TURN_ID, position=has)
+        await call.write(turn(text="de", resumable=True, continued_turn=position))
+        request, resume = await mesh.outputs.next_resume()
+        assert resume.request_id == TURN_ID
+        request.answer("Wel", "l!", reason=types_pb2.FINISH_REASON_LENGTH)
+        await call.write(turn(text="f", resumable=True))
+        after = await mesh.outputs.next_request()
+        assert bytes(after.submit.prompt.token_ids) == b"abcHideWellf"
+        after.answer("x")
+        await call.done_writing()
+        responses = [response async for response in call]
+    assert "".join(response.text for response in responses) == "ll!x"
+    assert [response.text_length for response in responses if response.finish_reason] == [5, 1]
+
+
+async def test_a_turn_has_the_fingerprint_of_its_body(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        first = stub.GenerateSession()
+        await first.write(turn(text="de", resumable=True))
+        begun = await mesh.outputs.next_request()
+        assert begun.submit.fingerprint
+        mesh.outputs.recalled[TURN_ID] = output_processor_pb2.RecallResponse(prompt=begun.submit.prompt)
+        second = stub.GenerateSession()
+        position = inference_pb2.TurnPosition(request_id=TURN_ID)
+        await second.write(turn(text="de", resumable=True, continued_turn=position))
+        _, resume = await mesh.outputs.next_resume()
+        assert resume.fingerprint == begun.submit.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"continued_turn": {"request_id": TURN_ID}}, "only a turn that was resumable"),
+        ({"resumable": True, "continued_turn": {"request_id": "x"}}, "request_id must be that of the turn's answer"),
+        (
+            {"resumable": True, "continued_turn": {"request_id": TURN_ID, "position": {"index": 1}}},
+            "index must be 0",
+        ),
+    ],
+)
+async def test_a_wrong_continuation_is_refused(mesh: FakeMesh, fields: dict[str, Any], words: str) -> None:
+    async with mesh.inference() as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match=words):
+            await anext(aiter(stub.GenerateSession(iter([turn(text="a", **fields)]))))
+        with pytest.raises(grpc.aio.AioRpcError, match="only for sessions"):
+            await anext(aiter(stub.Generate(turn(text="a", continued_turn={"request_id": TURN_ID}))))
+
+
+async def test_a_turn_that_nobody_knows_is_lost(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        position = inference_pb2.TurnPosition(request_id=TURN_ID)
+        call = stub.GenerateSession(iter([turn(text="a", resumable=True, continued_turn=position)]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
-    error = wire_errors.from_rpc(caught.value)
-    assert (error.reason, error.field) == ("INVALID_ARGUMENT", "resumable")
+    assert wire_errors.from_rpc(caught.value).reason == "REQUEST_LOST"
+
+
+async def test_only_the_first_message_continues_a_session(mesh: FakeMesh) -> None:
+    mesh.outputs.auto = ["x"]
+    async with mesh.inference() as stub:
+        position = inference_pb2.TurnPosition(request_id=TURN_ID)
+        later = turn(text="a", resumable=True, continued_turn=position)
+        call = stub.GenerateSession(iter([turn(text="a"), later]))
+        with pytest.raises(grpc.aio.AioRpcError, match="only for the first message"):
+            assert [response async for response in call]

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tokenloom.request import errors
+
 from .http.http_exchange import HttpExchange
 from .http.request_body import OFF_LOOP_BYTES
 from .http.route import Handler, Route, Routes
+from .openapi import route_table
 from .serving.served_mesh import ServedMesh
 from .serving.served_meshes import ServedMeshes
 
@@ -31,13 +34,15 @@ class _Found:
 
 
 _model = msgspec.json.Decoder(_Model)
+_OF_A_RESPONSE = (route_table.RESPONSE, route_table.DELETE_RESPONSE, route_table.CANCEL_RESPONSE)
 
 
 class ModelRouter:
     """Holds the routes of each mesh, which are those of a gateway with one mesh.
 
     A body is searched for its model before the routes of the mesh decode it. Requests without a body go to the first
-    mesh: their routes describe what all meshes share.
+    mesh: their routes describe what all meshes share. Those that name a response go on to the next one while it is not
+    found: the meshes share the responses that are stored here, but each has its own that other gateways began.
     """
 
     def __init__(
@@ -57,10 +62,29 @@ class ModelRouter:
 
     def routes(self) -> Routes:
         """Return the routes of all models."""
-        return {
-            route: self._by_model(route) if route.method == "POST" and not route.parameters else handler
-            for route, handler in self._of(self._meshes.first).items()
-        }
+        return {route: self._choose(route, handler) for route, handler in self._of(self._meshes.first).items()}
+
+    def _choose(self, route: Route, first: Handler) -> Handler:
+        """Return what handles a route. ``first``: its handler in the first mesh."""
+        if route in _OF_A_RESPONSE:
+            return self._at_any(route)
+        return self._by_model(route) if route.method == "POST" and not route.parameters else first
+
+    def _at_any(self, route: Route) -> Handler:
+        async def handle(exchange: HttpExchange) -> None:
+            unknown: errors.NotFound | None = None
+            for mesh in self._meshes:
+                try:
+                    await self._of(mesh)[route](exchange)
+                    return
+                except errors.NotFound as error:
+                    if exchange.started:
+                        raise
+                    unknown = error
+            assert unknown is not None, "a gateway has a mesh"
+            raise unknown
+
+        return handle
 
     def _by_model(self, route: Route) -> Handler:
         async def handle(exchange: HttpExchange) -> None:

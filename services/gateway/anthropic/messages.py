@@ -19,6 +19,7 @@ from ..http.request_body import BodyParser
 from ..mesh.tokenizer_client import limited
 from ..openai.body_reader import AnswerOptions, Body, BodyReader, ignored_members, inherited, renamed_twice
 from ..openai.chat import ChatApi, read_chat
+from ..openai.event_ids import IdKind
 from ..openapi.request_schemas import CountTokensRequest, MessagesRequest
 from ..records.generate_request import Chat, GenerateRequest
 from ..records.model_names import ModelNames
@@ -49,7 +50,7 @@ class MessagesApi:
 
     reader: BodyReader
     chats: ChatApi
-    is_resumable = False
+    event_ids = IdKind.NUMBER
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`InvalidArgument` naming the field."""

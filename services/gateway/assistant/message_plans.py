@@ -4,6 +4,7 @@ tool calls while it grows."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random, SystemRandom
 
 from msgspec import DecodeError
 
@@ -29,6 +30,8 @@ MAX_PIECE = 4096
 AUTO = "auto"
 """Setting: what the tokenizer reports of the chat template."""
 
+_SYSTEM = SystemRandom()
+
 
 @dataclass(frozen=True, slots=True)
 class MessagePlan:
@@ -36,8 +39,10 @@ class MessagePlan:
 
     open_tools: Callable[[], ToolParser] | None = None
     """Makes a parser for one output; None: no tool may be called."""
-    new_call_id: Callable[[str], str] = str
-    """Makes the id of a call, given its name."""
+    new_call_id: Callable[[str, Random], str] | None = None
+    """Makes the id of a call, given its name; None: no tool may be called."""
+    random: Random = _SYSTEM
+    """Draws the ids of calls. One with a seed draws the same ids when the answer is shaped once more."""
     parallel_calls: bool = True
     open_reasoning: OpenReasoning | None = None
     """Makes a parser for one output, given whether the prompt has opened the reasoning; None: it is text."""
@@ -191,7 +196,8 @@ class ParsedMessage:
         if not self._skips_call and self._plan.open_tools is not None:
             # The model's own id is the one that its template writes again: the next turn finds the tokens in the cache.
             if not call_id or call_id in self._call_ids:
-                call_id = self._plan.new_call_id(name)
+                assert self._plan.new_call_id is not None, "tools may be called"
+                call_id = self._plan.new_call_id(name, self._plan.random)
             self._call_ids.add(call_id)
             delta.append(CallDelta(self.num_calls, call_id, name))
             self.num_calls += 1

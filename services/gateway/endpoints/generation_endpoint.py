@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request import errors
@@ -22,11 +23,11 @@ from ..http.http_exchange import IGNORED_HEADER, HttpExchange, listed, respond_i
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
 from ..mesh.mesh_view import MeshLoad
-from ..openai.body_reader import AnswerOptions, Body
-from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, EventId, parse_event_id
+from ..openai.body_reader import AnswerOptions, Body, read_claim
+from ..openai.event_ids import EventId, IdKind, NumberedAnswer, StreamedAnswer
 from ..records.generate_request import SESSION_HEADERS, Chat, GenerateRequest, session_of_headers
 from ..records.model_names import ModelNames
-from ..records.request_ids import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
+from ..records.request_ids import NEW, ResumeToken, fingerprint
 from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
 from ..tenants.tenant import Tenant
 from . import orca
@@ -87,20 +88,8 @@ VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
 
 
-class AnswerShaper(Protocol):
-    """Shapes the output of one request."""
-
-    def first_events(self) -> bytes:
-        """Return the events before any output."""
-
-    def events(self, delta: Delta) -> bytes:
-        """Return the events of some output; empty when there is nothing to send."""
-
-    def last_events(self) -> bytes:
-        """Return the events after all output."""
-
-    def keep_alive(self) -> bytes:
-        """Return what clients of this API skip: it is sent when there is no output for a while."""
+class StreamShaper(StreamedAnswer, Protocol):
+    """Shapes the output of one request as a stream."""
 
     def repeat(self, delta: Delta) -> None:
         """Shape output that the client of a resumed answer has: what follows depends on it."""
@@ -110,6 +99,10 @@ class AnswerShaper(Protocol):
 
     def shape(self, delta: Delta) -> Iterator[int]:
         """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+
+
+class AnswerShaper(StreamShaper, Protocol):
+    """Shapes the output of one request, as a stream or whole."""
 
     def add(self, delta: Delta) -> Iterator[int] | None:
         """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
@@ -126,19 +119,23 @@ class AnswerStream:
         self,
         exchange: HttpExchange,
         generation: RunningGeneration,
-        answer: AnswerShaper,
+        answer: StreamShaper,
         turns: TurnShare,
         headers: Callable[[], HeaderPairs],
         silent: SilentStreams,
+        *,
+        is_direct: bool = True,
     ) -> None:
         """``turns``: limits the answers that begin and end in one turn of the event loop. ``headers``: makes those of
-        the response, when it begins. ``silent``: looks at this stream while it lives."""
+        the response, when it begins. ``silent``: looks at this stream while it lives. ``is_direct``: output may be
+        written when it arrives; False: it may come in large pieces, which take long to shape."""
         self._exchange = exchange
         self._generation = generation
         self._answer = answer
         self._turns = turns
         self._headers = headers
         self._slices = Slices()
+        self._is_direct = is_direct
         self._silent = silent
         self._silent_seconds = 0.0
         self._has_first = False  # whether the first events were sent
@@ -151,7 +148,7 @@ class AnswerStream:
         try:
             self._waits = True
             # An error before the head still gets its own status.
-            deltas = await self._generation.take(self._write_now if resumed is None else None)
+            deltas = await self._generation.take(self._write_now if resumed is None and self._is_direct else None)
             self._waits = False
             events = b""
             if not self._has_first:
@@ -215,7 +212,7 @@ class AnswerStream:
         exchange, generation, answer = self._exchange, self._generation, self._answer
         while True:
             for delta in deltas:
-                if delta.logprobs and answer.is_large(delta):
+                if (delta.logprobs or not self._is_direct) and answer.is_large(delta):
                     await self._slices.run(answer.shape(delta))
                 events += answer.events(delta)
             if generation.done:
@@ -226,7 +223,7 @@ class AnswerStream:
                 await exchange.write(events)
                 events, self._has_written = b"", True
             self._waits = True
-            deltas = await generation.take(self._write_now)
+            deltas = await generation.take(self._write_now if self._is_direct else None)
             self._waits = False
 
     def _write_now(self, delta: Delta) -> bool:
@@ -254,10 +251,10 @@ class AnswerStream:
         self._generation.count(delta)
         events = self._answer.first_events() + self._answer.events(delta)
         self._has_first = self._has_written = True
-        if exchange.started:
-            exchange.response.write(events)
-        else:
+        if not exchange.started:
             exchange.begin(self._headers(), events)
+        elif events:
+            exchange.response.write(events)
         return True
 
 
@@ -284,8 +281,6 @@ RANK_HEADER = b"x-data-parallel-rank"
 _MAX_RANK_DIGITS = 9
 VOLATILE_HEADER = b"x-tokenloom-volatile"
 """Names the lines that were taken out of the system prompt or moved, because its client changes them."""
-KEY_FIELD = "Idempotency-Key"
-"""Names a request, so that a client may repeat it safely."""
 
 
 class EarlyStream:
@@ -316,8 +311,8 @@ class GenerationApi(Protocol):
     """Reads the bodies of an API and makes its answers."""
 
     @property
-    def is_resumable(self) -> bool:
-        """Whether its events have ids from which a stream can be resumed."""
+    def event_ids(self) -> IdKind:
+        """What the ids of its events say, from which a stream can be resumed."""
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
@@ -376,10 +371,21 @@ class GenerationEndpoint:
                         self.silent.remove(early)
                     if log.isEnabledFor(logging.DEBUG):
                         RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
+                    if (event := options.numbered) is not None:
+                        options = shaped_again(options, generation.request_id)
                     answer = self.api.answer(generation, options)
                     if options.stream:
                         make_headers = partial(self._stream_headers, exchange, options)
-                        stream = AnswerStream(exchange, generation, answer, self.answers, make_headers, self.silent)
+                        shaper = answer if event is None else NumberedAnswer(answer, generation.request_id, event)
+                        stream = AnswerStream(
+                            exchange,
+                            generation,
+                            shaper,
+                            self.answers,
+                            make_headers,
+                            self.silent,
+                            is_direct=event is None,
+                        )
                         await stream.run(options.resumed)
                     else:
                         await _whole(exchange, generation, answer, self._headers(exchange, options))
@@ -404,9 +410,7 @@ class GenerationEndpoint:
         lines, agent = self.volatile, headers.get(b"user-agent", b"")
         if lines is not None and agent.startswith(AGENTS):
             lines = lines_of(agent, lines)
-        request, options = await self.parser.read(body.data, partial(self._generate_request, exchange.tenant, lines))
-        if not self.api.is_resumable and b"last-event-id" in headers:
-            raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
+        request, options = await self.parser.read(body.data, partial(self.read_fields, exchange.tenant, lines))
         if body.files is not None:
             from ..records.media import check_used  # here: most bodies have none
 
@@ -425,15 +429,18 @@ class GenerationEndpoint:
         if not SESSION_HEADERS.isdisjoint(headers) and (session := session_of_headers(headers)):
             request = replace(request, session=session)
         if b"last-event-id" in headers or b"idempotency-key" in headers:
-            options, token = _read_resume_token(exchange, body.data, request, options)
+            digest = fingerprint(exchange.path, body.data)
+            options, token = read_claim(headers, digest, request, options, self.api.event_ids)
         # After the fingerprint, which is made of the bytes of the body. They must not live as long as the answer; after
         # an error, the application drops them.
         body.close()
         return request, options, token
 
-    def _generate_request(
+    def read_fields(
         self, tenant: Tenant, lines: Sequence[VolatileLine] | None, body: Body
     ) -> tuple[GenerateRequest, AnswerOptions]:
+        """Return what the fields of a body ask for. ``lines``: taken out of the system prompt; None: none are. Raises
+        ``InvalidArgument`` naming the field, and ``ModelNotFound``."""
         name = body.get("model")
         adapter = None if name in self.names.own else self.names.find(name)
         names: tuple[str, ...] = ()
@@ -457,6 +464,13 @@ class GenerationEndpoint:
         return (*load, (IGNORED_HEADER, listed(options.ignored))) if options.ignored else load
 
 
+def shaped_again(options: AnswerOptions, request_id: str) -> AnswerOptions:
+    """Return the options of an answer that has the same calls' ids whenever it is shaped."""
+    if options.plan is None:
+        return options
+    return replace(options, plan=replace(options.plan, random=Random(request_id)))
+
+
 def read_rank(value: bytes) -> int:
     """Return the number of the data-parallel rank that a client names. Raises ``InvalidArgument``."""
     if not value.isdigit() or len(value) > _MAX_RANK_DIGITS:
@@ -476,35 +490,3 @@ async def _whole(
             if (steps := answer.add(delta)) is not None:
                 await slices.run(steps)
     await respond_in_pieces(exchange, answer.body(), headers)
-
-
-def _read_resume_token(
-    exchange: HttpExchange, body: bytes | bytearray, request: GenerateRequest, options: AnswerOptions
-) -> tuple[AnswerOptions, ResumeToken]:
-    """Return the options of a call, and by which token it resumes a stream or repeats a request, as its headers ask.
-
-    Raises ``InvalidArgument`` for a header that is malformed, or that the request cannot have.
-    """
-    last_id, key = exchange.headers.get(b"last-event-id"), exchange.headers.get(b"idempotency-key")
-    # The path belongs to the body: the same JSON at another endpoint is another request.
-    digest = fingerprint(exchange.path, body)
-    token = NEW if key is None else token_of_key(request.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
-    if last_id is None:
-        return options, token
-    text = last_id.decode("latin-1").strip()
-    if text not in NO_EVENT:
-        event = parse_event_id(text)
-        if not options.stream:
-            raise errors.InvalidArgument(f"{FIELD} resumes streams only: the body must have stream set to true", FIELD)
-        if len(event.entries) and max(event.entries) >= _num_outputs(request):
-            raise errors.InvalidArgument(f"{FIELD} is of an answer with more outputs than the body asks for", FIELD)
-        delivered = tokens_of(event.positions)
-        token = ResumeToken(event.request_id, digest, resumes=True, num_delivered=delivered)
-        return replace(options, event_ids=True, resumed=event), token
-    if not options.stream or _num_outputs(request) > MAX_OUTPUTS:
-        return options, token
-    return replace(options, event_ids=True), token if token.fingerprint else ResumeToken(fingerprint=digest)
-
-
-def _num_outputs(request: GenerateRequest) -> int:
-    return (1 if isinstance(request.prompts, Chat) else len(request.prompts)) * request.num_samples

@@ -1,10 +1,10 @@
 """Finds tool calls in outputs, in whatever format a model writes them, and keeps the text around them."""
 
 import re
-import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import Any, Protocol
 
 from tokenloom.request.tool_format import ALNUM, HEX, ID, INDEX, NAME, ToolFormat, first_mark
@@ -58,11 +58,11 @@ def open_parser(form: ToolFormat, tools: Sequence[Tool]) -> ToolParser:
     return HarmonyToolParser() if form.syntax == "messages" else CallParser(form, tools)
 
 
-def new_call_id(form: ToolFormat | None, name: str) -> str:
+def new_call_id(form: ToolFormat | None, name: str, random: Random) -> str:
     """Return an id for a call, in the form that the model's template accepts. A tool's result names the call by it."""
     text = (ToolFormat() if form is None else form).call_id.replace(NAME, name)
-    text = text.replace(INDEX, str(secrets.randbelow(10**9))).replace(HEX, secrets.token_hex(12))
-    return text.replace(ALNUM, "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9)))
+    text = text.replace(INDEX, str(random.randrange(10**9))).replace(HEX, f"{random.getrandbits(96):024x}")
+    return text.replace(ALNUM, "".join(random.choice(string.ascii_letters + string.digits) for _ in range(9)))
 
 
 def numbered_call_id(form: ToolFormat | None, name: str, number: int) -> str:

@@ -1,5 +1,6 @@
 """Separates output that the client of a resumed answer has already from the rest."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from tokenloom.request import errors, logprob_columns
@@ -57,6 +58,44 @@ class Delivered:
             del self._left[index]
         else:
             self._left[index] = position
+
+
+MAX_PIECE = 64
+"""Characters of a piece at most."""
+_WIDE = "\u2e80-\u2fff\u3001-\U0010ffff"
+"""Characters of scripts without spaces between words: a piece ends after each. U+3000 is a space."""
+_PIECE = re.compile(rf"\s*(?:[^\s{_WIDE}]+(?=\s)|[^\s{_WIDE}]*[{_WIDE}])")
+
+
+class TextPieces:
+    """Cuts the text of one output into words, at places that the text alone decides.
+
+    Deltas are merged while a client is slow, and a resumed answer comes again in others than the first time. Shaped
+    piece by piece, it has the same events each time.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""  # the beginning of a piece; shorter than MAX_PIECE + 1
+
+    def cut(self, delta: Delta) -> list[Delta]:
+        """Return the pieces that are complete with a delta. They have no tokens; the last of the output has its end."""
+        text, at, pieces = self._held + delta.text, 0, list[Delta]()
+        while (end := _end_of_piece(text, at)) is not None:
+            pieces.append(Delta(delta.index, delta.token_index, text[at:end]))
+            at = end
+        self._held = text[at:]
+        if delta.finished is not None:
+            pieces.append(Delta(delta.index, delta.token_index, self._held, [], delta.finished))
+            self._held = ""
+        return pieces
+
+
+def _end_of_piece(text: str, start: int) -> int | None:
+    """Return where a piece ends; None: that depends on what follows."""
+    # The window ends one character after the longest piece: with more of the text the answer would be the same.
+    if (found := _PIECE.match(text, start, start + MAX_PIECE + 1)) is not None:
+        return found.end()
+    return start + MAX_PIECE if len(text) - start > MAX_PIECE else None
 
 
 def _split(delta: Delta, num_tokens: int, num_chars: int, num_prompt: int) -> tuple[Delta, Delta]:

@@ -28,6 +28,7 @@ from ..openai.answer import finish_reason, origin_members
 from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
+from ..openai.event_ids import IdKind
 from ..openapi.ollama_schemas import OllamaEmbedRequest, OllamaRequest
 from ..openapi.pooling_schemas import PoolingFields
 from ..openapi.request_schemas import CommonFields
@@ -156,7 +157,7 @@ class OllamaApi:
     completions: CompletionsApi
     """Reads prompts that are not rendered (``raw``)."""
     is_chat: bool
-    is_resumable = False
+    event_ids = IdKind.NONE
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,8 +22,18 @@ from ..assistant.message_plans import MessagePlan
 from ..openapi.request_schemas import CommonFields, StreamOptions
 from ..records.compat import IGNORED_FIELDS
 from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, GenerateRequest
+from ..records.request_ids import NEW, ResumeToken, token_of_key, tokens_of
 from ..tenants.tenant import Tenant
-from .event_ids import EventId
+from .event_ids import FIELD as EVENT_FIELD
+from .event_ids import (
+    MAX_OUTPUTS,
+    NO_EVENT,
+    EventId,
+    IdKind,
+    NumberedEvent,
+    parse_event_id,
+    parse_numbered_id,
+)
 
 _STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 _REASONING = frozenset({"effort", "enabled", "exclude"})
@@ -200,6 +211,8 @@ class AnswerOptions:
     """Write an id into each event of the stream."""
     resumed: EventId | None = None
     """What the client has of the answer; None: it begins now."""
+    numbered: NumberedEvent | None = None
+    """What the client has of an answer whose events are numbered; None: they are not."""
 
     @classmethod
     def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "AnswerOptions":
@@ -373,3 +386,61 @@ def _invalid(error: msgspec.ValidationError) -> errors.InvalidArgument:
         message = "is required"
     field = re.sub(r"\[\d+\]$", "", where) or None
     return errors.InvalidArgument(f"{where}: {message}" if where else message, field)
+
+
+KEY_FIELD = "Idempotency-Key"
+"""Names a request, so that a client may repeat it safely."""
+_NO_IDS = (
+    "the events of this API's streams have no ids: send an Idempotency-Key; a repeat with the same key gets the answer "
+    "from its beginning"
+)
+
+
+def read_claim(
+    headers: Mapping[bytes, bytes], digest: bytes, request: GenerateRequest, options: AnswerOptions, kind: IdKind
+) -> tuple[AnswerOptions, ResumeToken]:
+    """Return the options of a call, and by which token it resumes a stream or repeats a request, as its headers ask.
+
+    ``digest``: of path and body: the same JSON at another endpoint is another request. ``kind``: of the API's ids.
+    Raises ``InvalidArgument`` for a header that is malformed, or that the request cannot have.
+    """
+    last_id, key = headers.get(b"last-event-id"), headers.get(b"idempotency-key")
+    token = NEW if key is None else token_of_key(request.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
+    if last_id is None:
+        return options, token
+    if kind is IdKind.NONE:
+        raise errors.InvalidArgument(_NO_IDS, EVENT_FIELD)
+    text = last_id.decode("latin-1").strip()
+    if text not in NO_EVENT:
+        if not options.stream:
+            raise errors.InvalidArgument(
+                f"{EVENT_FIELD} resumes streams only: the body must have stream set to true", EVENT_FIELD
+            )
+        return _resumed(text, digest, request, options, kind)
+    if not options.stream or _num_outputs(request) > MAX_OUTPUTS:
+        return options, token
+    token = token if token.fingerprint else ResumeToken(fingerprint=digest)
+    if kind is IdKind.NUMBER:
+        return dataclasses.replace(options, numbered=NumberedEvent(created=int(time.time()))), token
+    return dataclasses.replace(options, event_ids=True), token
+
+
+def _resumed(
+    text: str, digest: bytes, request: GenerateRequest, options: AnswerOptions, kind: IdKind
+) -> tuple[AnswerOptions, ResumeToken]:
+    """Return the options and the token of a stream that continues after the event with this id."""
+    if kind is IdKind.NUMBER:
+        last = parse_numbered_id(text)
+        token = ResumeToken(last.request_id, digest, resumes=True, num_delivered=(last.num_tokens,))
+        return dataclasses.replace(options, numbered=last), token
+    event = parse_event_id(text)
+    if len(event.entries) and max(event.entries) >= _num_outputs(request):
+        raise errors.InvalidArgument(
+            f"{EVENT_FIELD} is of an answer with more outputs than the body asks for", EVENT_FIELD
+        )
+    token = ResumeToken(event.request_id, digest, resumes=True, num_delivered=tokens_of(event.positions))
+    return dataclasses.replace(options, event_ids=True, resumed=event), token
+
+
+def _num_outputs(request: GenerateRequest) -> int:
+    return (1 if isinstance(request.prompts, Chat) else len(request.prompts)) * request.num_samples

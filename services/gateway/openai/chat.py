@@ -28,6 +28,7 @@ from .body_reader import (
     make_generate_request,
     sampling_params,
 )
+from .event_ids import IdKind
 
 if TYPE_CHECKING:
     from ..records.media import MediaPart
@@ -39,7 +40,7 @@ class ChatApi:
 
     reader: BodyReader
     plans: MessagePlans
-    is_resumable = True
+    event_ids = IdKind.POSITION
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""

@@ -21,7 +21,7 @@ from .body_reader import (
     make_generate_request,
     sampling_params,
 )
-from .event_ids import FINISHED
+from .event_ids import FINISHED, IdKind
 from .openai_logprobs import CompletionLogprobs, TokenPosition
 
 
@@ -30,7 +30,7 @@ class CompletionsApi:
     """Reads bodies of the endpoint and makes its answers."""
 
     reader: BodyReader
-    is_resumable = True
+    event_ids = IdKind.POSITION
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""

@@ -19,6 +19,7 @@ from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, finish_reason, origin_members
 from .body_reader import AnswerOptions, Body, BodyReader, make_generate_request, sampling_params
+from .event_ids import FINISHED, IdKind
 from .openai_logprobs import TokenPosition, chat_entry
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class TokensApi:
     """Reads bodies of the endpoint and makes its answers."""
 
     reader: BodyReader
-    is_resumable = False
+    event_ids = IdKind.POSITION
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
@@ -224,7 +225,8 @@ class TokensAnswer:
         fields = base.options.request
         assert isinstance(fields, TokenGenerationRequest)
         self._is_text = fields.output_mode == "text"
-        self._returns_prompt = bool(fields.return_token_ids)
+        resumed = base.resumed
+        self._returns_prompt = bool(fields.return_token_ids) and (resumed is None or not resumed.entries)
         self._id = f"generate-tokens-{fields.request_id or base.generation.request_id}"
         self._has_logprobs = base.options.num_logprobs is not None
         outputs = range(base.generation.num_outputs)
@@ -241,6 +243,8 @@ class TokensAnswer:
 
     def events(self, delta: Delta) -> bytes:
         """Return the events of some output; empty when there is nothing to send."""
+        if (ids := self._base.ids) is not None:
+            ids.advance(delta)
         if not (delta.token_ids or delta.finished is not None or (self._is_text and delta.text)):
             return b""
         if delta.logprobs and not self._logprobs[delta.index]:
@@ -249,14 +253,15 @@ class TokensAnswer:
         extra = b""
         if self._returns_prompt:
             self._returns_prompt = False
-            ids = list(self._base.generation.prompt_of(0))
-            extra = b',"prompt_token_ids":%b' % sse.encode_json(ids)
+            prompt = list(self._base.generation.prompt_of(0))
+            extra = b',"prompt_token_ids":%b' % sse.encode_json(prompt)
         choice = b"".join(self._choice(delta.index, delta.token_ids, delta.text, delta))
         if (kv := kv_member(delta.finished, delta.token_ids)) is not None:
             extra += b',"kv_transfer_params":%b' % sse.encode_json(kv)
         if (usage := self._base.usage_of(delta.index)) is not None:
             extra += b',"usage":%b' % sse.encode_json(sse.usage_object(usage))
-        return self._event(choice, extra)
+        line = b"" if ids is None else ids.line(delta.index, "" if delta.finished is None else FINISHED)
+        return line + self._event(choice, extra)
 
     def keep_alive(self) -> bytes:
         return sse.KEEP_ALIVE
@@ -264,12 +269,15 @@ class TokensAnswer:
     def repeat(self, delta: Delta) -> None:
         """Shape output that the client of a resumed answer has: what follows depends on it."""
         self.events(delta)
+        self._base.repeated(delta.index)
 
     def last_events(self) -> bytes:
         """Return the events after all output."""
-        if not self._base.options.include_usage:
+        base = self._base
+        if not base.options.include_usage or (base.resumed is not None and base.resumed.usage_sent):
             return sse.DONE
-        return self._event(b"", b',"usage":%b' % sse.encode_json(sse.usage_object(self._base.usage))) + sse.DONE
+        line = b"" if base.ids is None else base.ids.last_line()
+        return line + self._event(b"", b',"usage":%b' % sse.encode_json(sse.usage_object(base.usage))) + sse.DONE
 
     def is_large(self, delta: Delta) -> bool:
         """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""

@@ -55,7 +55,7 @@ _ASKING = {
     },
     "Last-Event-ID": {
         "type": "string",
-        "pattern": "^(|0|[0-9a-f]{40}[.][0-9a-f]{1,9}[.][-_0-9ef]{1,900}([.]u)?)$",
+        "pattern": "^(|0|[0-9a-f]{40}[.][0-9a-f]{1,9}[.][-_0-9efn]{1,900}([.]u)?)$",
         "description": "For streams. Empty: none. 0: write an id into each event. The id of the last event that "
         "arrived, with the same body: continue the answer after that event. 404 REQUEST_LOST: send the request again "
         "without it.",
@@ -111,13 +111,37 @@ GENERATE_TOKENS = _route(
     tokens.GeneratedTokens,
     tokens.TokenGenerationRequest,
     streams=True,
+    headers=_ASKING,
 )
 OF_TOKENS = (RENDER_CHAT, RENDER_COMPLETIONS, DERENDER_CHAT, DERENDER_COMPLETIONS, GENERATE_TOKENS)
 """What takes or gives token ids in place of texts."""
 RESPONSES = _route(
-    "POST", "/v1/responses", "Answer in a stored conversation", answers.Response, _RESPONSES, streams=True
+    "POST",
+    "/v1/responses",
+    "Answer in a stored conversation",
+    answers.Response,
+    _RESPONSES,
+    streams=True,
+    headers=_ASKING,
 )
-RESPONSE = _route("GET", "/v1/responses/{id}", "A stored response", answers.Response)
+RESPONSE = _route(
+    "GET",
+    "/v1/responses/{id}",
+    "A stored response, or its events",
+    answers.Response,
+    streams=True,
+    query={
+        "stream": {
+            "type": "boolean",
+            "description": "Answer with the events of a response that was begun with background and stream.",
+        },
+        "starting_after": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "With stream: only the events after the one with this sequence_number.",
+        },
+    },
+)
 DELETE_RESPONSE = _route(
     "DELETE",
     "/v1/responses/{id}",

@@ -322,7 +322,7 @@ EXCLUSIONS = (
         "Each step of a search is a request of one token, which knows nothing of the beam's past.",
     ),
     Exclusion("truncate_prompt_tokens", "mm_processor_kwargs", "A prompt with images or sounds is not cut."),
-    Exclusion("background", "stream store", "A response in the background is stored, and fetched later."),
+    Exclusion("background", "store", "A response in the background is stored, and fetched later."),
     Exclusion("input", "messages", "Vectors are of texts or of one conversation."),
     Exclusion(
         "tool_choice",

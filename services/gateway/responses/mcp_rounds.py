@@ -77,7 +77,8 @@ class McpGenerator:
         ``outlives_call``: False for a response in the background, a repeat of which is known by its token already.
         """
         if token.fingerprint and outlives_call:  # a repeat would run the tools again, which may have effects
-            raise InvalidArgument("a response with tools of MCP servers cannot be repeated by a key", "tools")
+            message = "a response with tools of MCP servers can be neither resumed nor repeated by a key"
+            raise InvalidArgument(f"{message}: its tools may have effects", "tools")
         seconds, num_bytes = self.generator.default_timeout, len(encode_json(self.run.turns))
         request = replace(request, prompts=())
         try:

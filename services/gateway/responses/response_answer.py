@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tokenloom.request.errors import Unavailable
 from tokenloom.v1 import inference_pb2
 from tokenloom.v1.inference_pb2 import MissCause
@@ -77,6 +79,39 @@ class McpRun:
         return {**self.chat, "messages": [*self.chat["messages"], *self.turns]}
 
 
+class Previous(msgspec.Struct):
+    """What a response continues: a response or a conversation that is kept by the gateway which began it.
+
+    Attributes:
+        name: Its id.
+        turns: Its turns or items.
+        session: As in ``StoredResponse``.
+    """
+
+    name: str
+    turns: Sequence[Turn]
+    session: str = ""
+
+
+class Recipe(msgspec.Struct):
+    """What another gateway needs to shape a response in the background, in JSON.
+
+    Attributes:
+        body: Of the client's request.
+        response_id, created: As in ``ResponseRequest``.
+        previous: What it continues; None: nothing.
+        session: The name of its session, whether body or header has it.
+        rank: As ``GenerateRequest.data_parallel_rank``.
+    """
+
+    body: dict[str, Any]
+    created: int
+    response_id: str = ""
+    previous: Previous | None = None
+    session: str = ""
+    rank: int | None = None
+
+
 class Step(Delta):
     """What the gateway did between two rounds, in the place of output. ``make`` is called once, in order: it changes
     the items and returns the events of that."""
@@ -102,6 +137,7 @@ class ResponseRequest:
         conversation: The id of the conversation object that the response belongs to; empty: to none.
         items: What the request adds to that object, or the user's messages that a compaction keeps.
         compared: The id of the response with whose prompt the client compares this one; None: with none.
+        recipe: For other gateways; None: the response ends with this gateway, or was begun.
     """
 
     response_id: str
@@ -117,6 +153,7 @@ class ResponseRequest:
     conversation: str = ""
     items: Sequence[dict[str, Any]] = ()
     compared: str | None = None
+    recipe: Recipe | None = None
 
     def diagnostics(self, turn: OpenTurn | None) -> dict[str, object]:
         """Return why the cache could not reuse the prompt of the compared response, as a member; empty if the client
@@ -167,6 +204,10 @@ class ResponseAnswer:
         ended = self._items.end(_item_status(self._status()))
         response = self.complete()
         return ended + self._items.events.event(f"response.{response['status']}", response=response)
+
+    def failed_event(self, response: dict[str, Any]) -> bytes:
+        """Return the event that ends a stream whose response has failed."""
+        return self._items.events.event("response.failed", response=response)
 
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE

@@ -1,5 +1,7 @@
-"""Keeps responses for the requests that continue, read or cancel them."""
+"""Keeps responses for the requests that continue, read or cancel them, and the events of those that stream."""
 
+import asyncio
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,73 @@ CONVERSATION = "conv_"
 """Begins the ids of conversations, which are kept like responses."""
 OBJECT_BYTES = 500
 """Counts for each response, conversation and turn besides its JSON: what Python takes for a small one."""
+MAX_DELETED = 4096
+"""Ids of deleted responses that are remembered, so that none comes back from an output processor that still has it."""
+EVENTS_PER_BLOCK = 64
+_END = b"\n\n"
+"""Ends an event."""
+
+
+class EventLog:
+    """Keeps the events of a response, numbered from 0 on as in their ``sequence_number``, for clients that read them
+    again. Full blocks are compressed: an event takes some 200 bytes, and there is one for each word.
+
+    Attributes:
+        num_bytes: What the events take.
+        is_over: Whether none will be added.
+        error: Why it ended before the response did; None: it did not.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.is_over = False
+        self.error: errors.TokenloomError | None = None
+        self._blocks: list[bytes] = []
+        self._open: list[bytes] = []  # the last events, fewer than a block has
+        self._changed: asyncio.Event | None = None  # set with the next event; None: nobody waits
+
+    def add(self, events: bytes) -> None:
+        """Add any number of complete events, unless it is over."""
+        if not events or self.is_over:
+            return
+        for event in events.split(_END)[:-1]:
+            self._open.append(event + _END)
+            self.num_bytes += len(self._open[-1])
+            if len(self._open) == EVENTS_PER_BLOCK:
+                block = b"".join(self._open)
+                self._blocks.append(zlib.compress(block, 1))
+                self.num_bytes += len(self._blocks[-1]) - len(block)
+                self._open = []
+        self._wake()
+
+    def end(self, error: errors.TokenloomError | None = None) -> None:
+        """Add no more. Only the first call counts."""
+        if not self.is_over:
+            self.is_over, self.error = True, error
+            self._wake()
+
+    def read(self, first: int) -> list[bytes]:
+        """Return the events from a number on, up to a block of them; empty if there are none yet."""
+        number, at = divmod(first, EVENTS_PER_BLOCK)
+        if number > len(self._blocks):
+            return []
+        if number == len(self._blocks):
+            return self._open[at:]
+        events = zlib.decompress(self._blocks[number]).split(_END)[at:-1]
+        return [event + _END for event in events]
+
+    async def more(self) -> None:
+        """Return when something was added, or it is over."""
+        if self.is_over:
+            return
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 @dataclass(slots=True)
@@ -32,6 +101,8 @@ class StoredResponse:
         cancel: Ends its generation; None once it has ended.
         token: Of the call that began it in the background, by which a repeat of the call is known.
         listed: The labels of the MCP servers whose tools the conversation lists.
+        log: Its events, if it was begun in the background as a stream.
+        withdraw: Ends its generation wherever it runs, and lets no output processor keep it; None: none does.
     """
 
     tenant: str
@@ -41,6 +112,8 @@ class StoredResponse:
     cancel: Callable[[], object] | None = None
     token: ResumeToken = NEW
     listed: frozenset[str] = frozenset()
+    log: EventLog | None = None
+    withdraw: Callable[[], object] | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +159,7 @@ class ResponseStore:
         self._places = DividedLimit(MAX_RUNNING, is_divided=is_shared)
         self._running_bytes = DividedLimit(max_bytes, is_divided=is_shared)
         self._num_bytes = 0
+        self._deleted: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     @property
     def is_on(self) -> bool:
@@ -130,9 +204,11 @@ class ResponseStore:
         """Keep a response that has ended; drop the oldest ones that do not fit with it."""
         response_id = stored.response["id"]
         if (running := self._running.get(response_id)) is not None:
-            stored.token = running.stored.token
+            begun = running.stored
+            stored.token, stored.log, stored.withdraw = begun.token, begun.log, begun.withdraw
         self._end_running(response_id)
-        size = len(encode_json(stored.response)) + len(encode_json(stored.turns))
+        size = 0 if stored.log is None else stored.log.num_bytes
+        size += len(encode_json(stored.response)) + len(encode_json(stored.turns))
         size += OBJECT_BYTES * (1 + len(stored.turns))
         shelf = self._shelves.setdefault(stored.tenant, _Shelf())
         self._num_bytes -= shelf.pop(response_id)
@@ -145,6 +221,20 @@ class ResponseStore:
         """Keep how a response in the background ended without an answer, unless it was deleted meanwhile."""
         if (running := self._running.get(response_id)) is not None:
             self.put(StoredResponse(running.stored.tenant, response, running.stored.turns, running.stored.session))
+
+    def forget(self, response_id: str) -> None:
+        """Forget a response in the background that another gateway has taken over."""
+        self._end_running(response_id)
+
+    def knows(self, response_id: str, tenant: str) -> bool:
+        """Return whether a response of a tenant is kept here, or was deleted."""
+        shelf = self._shelves.get(tenant)
+        is_kept = response_id in self._running or (shelf is not None and response_id in shelf.entries)
+        return is_kept or self.was_deleted(response_id, tenant)
+
+    def was_deleted(self, response_id: str, tenant: str) -> bool:
+        """Return whether a tenant has deleted a response here."""
+        return (tenant, response_id) in self._deleted
 
     def get(self, response_id: str, tenant: str, where: str | None = None) -> StoredResponse:
         """Return a tenant's response. Raises :class:`errors.NotFound`, which also covers those of other tenants.
@@ -176,6 +266,9 @@ class ResponseStore:
         stored = self.get(response_id, tenant)
         if stored.cancel is not None:
             stored.cancel()
+        self._deleted[tenant, response_id] = None
+        if len(self._deleted) > MAX_DELETED:
+            self._deleted.popitem(last=False)
         self._end_running(response_id)
         if (shelf := self._shelves.get(tenant)) is not None:
             self._num_bytes -= shelf.pop(response_id)
@@ -187,7 +280,9 @@ class ResponseStore:
             running.release()
 
     def _drop_surplus(self) -> None:
-        while self._num_bytes and self._num_bytes + self._running_bytes.taken > self._max_bytes:
+        logs = (running.stored.log for running in self._running.values())
+        in_work = self._running_bytes.taken + sum(log.num_bytes for log in logs if log is not None)
+        while self._num_bytes and self._num_bytes + in_work > self._max_bytes:
             self._drop_one()
 
     def _drop_one(self) -> None:

@@ -1,5 +1,6 @@
 """``/v1/responses``: reads bodies and shapes answers."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from tokenloom.request.narrowing import narrow_int
 from ..generation.running_generation import RunningGeneration
 from ..openai.body_reader import AnswerOptions, Body, BodyReader, ignored_members, inherited, renamed_twice
 from ..openai.chat import ChatApi
+from ..openai.event_ids import IdKind
 from ..openapi.request_schemas import ResponsesRequest
 from ..records.cache_marks import OPTIONS, comparison
 from ..records.generate_request import Chat, GenerateRequest
@@ -22,8 +24,8 @@ from .input_items import Turn, items_of, read_input
 from .mcp_servers import MAX_CALLS, McpServers
 from .mcp_tools import McpTool, read_approvals, shown
 from .output_items import OutputItems
-from .response_answer import CompactAnswer, McpAnswer, McpRun, ResponseAnswer, ResponseRequest
-from .response_store import CONVERSATION, ResponseStore
+from .response_answer import CompactAnswer, McpAnswer, McpRun, Previous, Recipe, ResponseAnswer, ResponseRequest
+from .response_store import CONVERSATION, ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
     from ..records.media import AnyFile, FindStored
@@ -135,7 +137,7 @@ class ResponsesApi:
     """The MCP servers that the operator names; None: none."""
     uploads: "Callable[[str], FindStored] | None" = None
     """Returns what finds the uploaded files of a tenant; None: the gateway keeps none."""
-    is_resumable = False
+    event_ids = IdKind.NUMBER
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`InvalidArgument` naming the field, and
@@ -164,6 +166,8 @@ class ResponsesApi:
         )
         if isinstance(generate_request.prompts, Chat) and generate_request.prompts.media:
             generate_request = _with_files(generate_request, images, is_kept=self.store.is_on)
+        elif request.is_background and not hosted:  # a second run of the tools might have effects
+            request = replace(request, recipe=self._recipe(body, fields, request))
         return generate_request, replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
@@ -184,8 +188,8 @@ class ResponsesApi:
     def _request(self, body: Body, fields: ResponsesRequest, tenant: Tenant) -> ResponseRequest:
         is_background = bool(fields.background)
         is_stored = self.store.is_on and fields.store is not False
-        if is_background and (fields.stream or not is_stored):
-            raise InvalidArgument("background needs a stored response, and excludes stream", "background")
+        if is_background and not is_stored:
+            raise InvalidArgument("background needs a stored response", "background")
         echo = {name: getattr(fields, name) for name in _ECHOED} | {"model": self.names.answers_as(body.get("model"))}
         echo["tools"] = shown(fields.tools or ())
         echo |= {name: value for name, value in _DEFAULTS.items() if echo[name] is None}
@@ -209,6 +213,21 @@ class ResponsesApi:
             items=items_of(fields.input) if conversation else (),
             compared=comparison(fields.prompt_cache_options),
         )
+
+    def _recipe(self, body: Body, fields: ResponsesRequest, request: ResponseRequest) -> Recipe:
+        """Return what another gateway needs to shape the response."""
+        previous, tenant = None, request.tenant
+        if name := request.conversation or fields.previous_response_id:
+            kept = self.store.get(name, tenant)
+            previous = Previous(name, [*kept.turns], kept.session)
+        return Recipe(dict(body), request.created, previous=previous)
+
+    def reading(self, recipe: Recipe, tenant: str) -> "ResponsesApi":
+        """Return the same API, which finds what the response of a recipe continues, and nothing else."""
+        store = ResponseStore(sys.maxsize, is_shared=False)
+        if (previous := recipe.previous) is not None:
+            store.put(StoredResponse(tenant, {"id": previous.name}, previous.turns, previous.session))
+        return replace(self, store=store, servers=None)
 
     def _mcp_run(
         self,
@@ -320,7 +339,7 @@ class CompactApi:
     """``/v1/responses/compact``: the model writes a summary, which later requests send in place of the conversation."""
 
     responses: ResponsesApi
-    is_resumable = False
+    event_ids = IdKind.NONE
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises as :meth:`ResponsesApi.read`."""

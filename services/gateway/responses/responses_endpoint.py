@@ -4,24 +4,37 @@ objects that responses belong to."""
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs
 from uuid import uuid4
+
+import msgspec
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.v1.output_processor_pb2 import RecallResponse
 
+from ..encoding import sse
 from ..encoding.sse import encode_json
-from ..endpoints.generation_endpoint import GenerationEndpoint, ReadRequest
+from ..endpoints.generation_endpoint import REPEAT_SECONDS, GenerationEndpoint, ReadRequest, shaped_again
 from ..files.page_query import PageQuery
+from ..generation.delivered import TextPieces
 from ..generation.generator import Generator
+from ..generation.running_generation import RunningGeneration
 from ..http.http_exchange import HttpExchange
 from ..http.request_body import decode_object
+from ..mesh.process_stream import UNKNOWN_MARK
+from ..openai.body_reader import AnswerOptions
+from ..records.request_ids import ResumeToken, fingerprint, is_request_id
+from ..tenants.tenant import Tenant
 from .input_items import items_of, read_input
 from .mcp_rounds import McpGenerator
-from .response_answer import McpRun, ResponseRequest, head_of, response_of
-from .response_store import CONVERSATION, ResponseStore, StoredResponse
+from .output_items import Events
+from .response_answer import McpRun, Recipe, ResponseAnswer, ResponseRequest, head_of, response_of
+from .response_store import CONVERSATION, EventLog, ResponseStore, StoredResponse
 from .responses import ResponsesApi
 
 
@@ -41,40 +54,57 @@ class ResponsesEndpoint:
         request = held[0][1].request
         assert isinstance(request, ResponseRequest)
         if not request.is_background:
-            run = request.mcp
-            endpoint = self.endpoint if run is None else replace(self.endpoint, generator=self._rounds(run, held))
+            run, endpoint = request.mcp, self.endpoint
+            if run is not None:
+                endpoint = replace(endpoint, generator=self._rounds(run, held))
+            elif held[0][2].fingerprint:
+                held = [self._named(held[0])]
             await endpoint(exchange, held)
             return
         # A second run would take the request over from the first one, whose response would end as failed although its
         # client has that one's id.
-        if (earlier := self.store.repeated(held[0][2], request.tenant)) is not None:
-            await _respond(exchange, earlier.response)
-            return
-        response = response_of(head_of(request), "queued")
-        stored = StoredResponse(request.tenant, response, request.turns, request.session, token=held[0][2])
-        self.store.begin(stored)
-        if (files := held[0][0].files) is not None:
-            files.hold()  # the exchange lets go of them when it has answered
-        task = self.host.spawn(self._run(held, request, stored), name=f"response {request.response_id}")
-        stored.cancel = task.cancel
-        await exchange.respond(200, encode_json(response))
+        token, tenant, recipe = held[0][2], request.tenant, request.recipe
+        stored = self.store.repeated(token, tenant)
+        if stored is None and recipe is not None:
+            held = [await self._claimed(exchange, held.pop(), recipe)]
+            stored = self.store.repeated(token, tenant)  # meanwhile another call with this key may have begun it
+        stored = stored or self._begin(held)
+        del request, recipe  # the client's body must not live as long as a stream
+        if stored.log is not None:
+            await _follow(exchange, stored.log, 0)
+        else:
+            await _respond(exchange, stored.response)
 
     async def retrieve(self, exchange: HttpExchange) -> None:
-        """Answer with a stored response."""
-        await _respond(exchange, self._stored(exchange).response)
+        """Answer with a stored response, or with its events after the one that the client names."""
+        first = _first_event(exchange.query)
+        stored = await self._found(exchange, takes_over=first is not None)
+        if first is None:
+            await _respond(exchange, stored.response)
+            return
+        if stored.log is None:
+            raise errors.InvalidArgument("the response was not begun with background and stream", "stream")
+        await _follow(exchange, stored.log, first)
 
     async def delete(self, exchange: HttpExchange) -> None:
         """Drop a stored response; end its generation."""
-        response_id = self._stored(exchange).response["id"]
+        stored = await self._found(exchange)
+        response_id = stored.response["id"]
         self.store.delete(response_id, exchange.tenant.name)
+        if stored.withdraw is not None:  # an output processor may keep it after its end
+            stored.withdraw()
         await _respond(exchange, {"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """End the generation of a response in the background; do nothing if it has ended."""
-        stored = self._stored(exchange)
+        stored = await self._found(exchange)
         if stored.cancel is not None:
             stored.cancel()
             self.store.end(stored.response["id"], stored.response | {"status": "cancelled"})
+            if stored.withdraw is not None:
+                stored.withdraw()  # the task may not have begun
+            if stored.log is not None:
+                stored.log.end()
             stored = self._stored(exchange)
         await _respond(exchange, stored.response)
 
@@ -89,30 +119,257 @@ class ResponsesEndpoint:
             raise errors.NotFound(f"{name[:64]!r} is the id of a conversation")
         return self.store.get(name, exchange.tenant.name)
 
+    def _named(self, read: ReadRequest) -> ReadRequest:
+        """Give a response the id of its request, by which any gateway finds it again."""
+        _, options, token = read
+        response, numbered = options.request, options.numbered
+        assert isinstance(response, ResponseRequest)
+        token = replace(token, request_id=token.request_id or self.generator.draw_id() + UNKNOWN_MARK)
+        created = response.created if numbered is None else numbered.created
+        return _renamed((*read[:2], token), _PREFIX + token.request_id, created)
+
+    async def _claimed(self, exchange: HttpExchange, read: ReadRequest, recipe: Recipe) -> ReadRequest:
+        """Return a response in the background with what any gateway needs to continue it, unless that is too large."""
+        request, options, token = self._named(read)
+        assert isinstance(options.request, ResponseRequest)
+        name = options.request.response_id
+        if self.store.knows(name, request.tenant.name):  # an earlier call with this key was cancelled, or has failed
+            name = f"{name}_{self.generator.draw_id()[:8]}"
+        recipe.session, recipe.rank, recipe.response_id = request.session, request.data_parallel_rank, name
+        data = await self.endpoint.parser.run(partial(_encoded, recipe))
+        if not data:
+            assert isinstance(read[1].request, ResponseRequest)
+            return _renamed(read, read[1].request.response_id, recipe.created)
+        token = replace(token, fingerprint=token.fingerprint or fingerprint(exchange.path, data), recipe=data)
+        return _renamed((request, options, token), name, recipe.created)
+
+    def _begin(self, held: list[ReadRequest]) -> StoredResponse:
+        """Begin a response in the background. Raises ``ResourceExhausted``. ``held``: what was read of its request."""
+        generate_request, options, token = held[0]
+        request = options.request
+        assert isinstance(request, ResponseRequest)
+        response = response_of(head_of(request), "in_progress" if token.resumes else "queued")
+        log = EventLog() if options.stream else None
+        known_by = replace(token, recipe=b"")  # which may be large, and is not needed here
+        stored = StoredResponse(request.tenant, response, request.turns, request.session, token=known_by, log=log)
+        self.store.begin(stored)
+        if generate_request.files is not None:
+            generate_request.files.hold()  # the exchange lets go of them when it has answered
+        task = self.host.spawn(self._run(held, request, stored), name=f"response {request.response_id}")
+        stored.cancel = task.cancel
+        if token.fingerprint:
+            stored.withdraw = partial(self.generator.cancel, token.request_id, request.tenant)
+        return stored
+
+    async def _found(self, exchange: HttpExchange, *, takes_over: bool = True) -> StoredResponse:
+        """Return a response that is stored here, or one in the background that another gateway began, which this one
+        continues. Raises ``NotFound``.
+
+        ``takes_over``: also take it from a gateway that runs it; False: say only that it is in progress there.
+        """
+        try:
+            return self._stored(exchange)
+        except errors.NotFound as error:
+            unknown = error
+        name, tenant = _id_of(exchange), exchange.tenant
+        request_id = _request_id_of(name)
+        if request_id is None or not self.store.is_on or self.store.was_deleted(name, tenant.name):
+            raise unknown
+        try:
+            recalled = await self.generator.recall(request_id, tenant.name)
+        except errors.RequestLost:
+            raise unknown from None
+        if not recalled.recipe:
+            raise unknown
+        try:
+            recipe = await self.endpoint.parser.run(partial(msgspec.json.decode, recalled.recipe, type=Recipe))
+        except msgspec.MsgspecError:  # of a gateway of another release
+            raise unknown from None
+        if recipe.response_id != name:
+            raise unknown
+        held = [await self._read_recipe(recipe, recalled, tenant, request_id)]
+        with suppress(errors.NotFound):  # another call may have begun it meanwhile
+            return self._stored(exchange)
+        if self.store.was_deleted(name, tenant.name):
+            raise unknown
+        if recalled.is_attended and not takes_over:
+            request = held[0][1].request
+            assert isinstance(request, ResponseRequest)
+            return StoredResponse(tenant.name, response_of(head_of(request), "in_progress"), ())
+        return self._begin(held)
+
+    async def _read_recipe(
+        self, recipe: Recipe, recalled: RecallResponse, tenant: Tenant, request_id: str
+    ) -> ReadRequest:
+        """Return what the client asked another gateway for."""
+        endpoint = replace(self.endpoint, api=self.api.reading(recipe, tenant.name))
+        # The lines that its client changes were taken out before the recipe was made.
+        read = partial(endpoint.read_fields, tenant, None, recipe.body)
+        request, options = await self.endpoint.parser.run(read)
+        request = replace(request, session=recipe.session, data_parallel_rank=recipe.rank)
+        token = ResumeToken(
+            request_id,
+            recalled.fingerprint,
+            resumes=True,
+            num_delivered=(recalled.num_counted,),
+            recipe=recalled.recipe,
+        )
+        return _renamed((request, options, token), recipe.response_id, recipe.created)
+
     async def _run(self, held: list[ReadRequest], request: ResponseRequest, stored: StoredResponse) -> None:
         """Generate a response in the background; store how it ended."""
         generator = self.generator if request.mcp is None else self._rounds(request.mcp, held)
         generate_request, options, token = held.pop()
-        files = generate_request.files
+        files, log = generate_request.files, stored.log
+        answer: ResponseAnswer | None = None
+        lost: errors.TokenloomError | None = None
         try:
             # No connection can be lost here: a client cancels or deletes the response, or the gateway ends.
             async with generator.open(generate_request, token=token, outlives_call=False) as generation:
                 del generate_request
                 stored.response = response_of(head_of(request), "in_progress")
-                answer = self.api.answer(generation, options)
-                while not generation.done:
-                    for delta in await generation.take():
-                        answer.add(delta)
-                answer.complete()
+                answer = self.api.answer(generation, shaped_again(options, generation.request_id))
+                await (_collect(generation, answer) if log is None else _stream(generation, answer, log, request))
         except asyncio.CancelledError:
             self.store.end(request.response_id, response_of(head_of(request), "cancelled"))
             raise
         except Exception as error:
-            failure = _failure(wire_errors.of_exception(error), options.field_names)
-            self.store.end(request.response_id, response_of(head_of(request), "failed", error=failure))
+            failure = wire_errors.of_exception(error)
+            if _is_elsewhere(failure, token, has_begun=answer is not None):
+                self.store.forget(request.response_id)
+                lost = failure
+            else:
+                self._fail(request, options, failure, log, answer)
         finally:
+            if log is not None:
+                log.end(lost)
             if files is not None:
                 files.close()
+
+    def _fail(
+        self,
+        request: ResponseRequest,
+        options: AnswerOptions,
+        error: errors.TokenloomError,
+        log: EventLog | None,
+        answer: ResponseAnswer | None,
+    ) -> None:
+        """Store that a response has failed. ``answer``: what has shaped it; None: it has not begun."""
+        head = head_of(request)
+        response = response_of(head, "failed", error=_failure(error, options.field_names))
+        self.store.end(request.response_id, response)
+        if log is None:
+            return
+        if answer is not None:
+            log.add(answer.failed_event(response))
+        else:
+            event = Events().event
+            log.add(event("response.created", response=response_of(head, "queued")))
+            log.add(event("response.failed", response=response))
+
+
+MAX_RECIPE_BYTES = 1 << 20
+"""A response in the background whose request is larger ends with its gateway: output processors keep as much for each
+of the others."""
+PIECES_PER_TURN = 64
+"""Events that are made before the event loop serves other work: a response that goes on here comes in one delta."""
+_PREFIX = "resp_"
+
+
+def _request_id_of(response_id: str) -> str | None:
+    """Return the id of the request that generates a response; None if no other gateway could continue it."""
+    request_id = response_id.removeprefix(_PREFIX).partition("_")[0]
+    return request_id if is_request_id(request_id) else None
+
+
+def _renamed(read: ReadRequest, response_id: str, created: int) -> ReadRequest:
+    """Return a request whose response has this id and this time."""
+    request, options, token = read
+    assert isinstance(options.request, ResponseRequest)
+    response = replace(options.request, response_id=response_id, created=created, recipe=None)
+    return replace(request, answer=response_id), replace(options, request=response), token
+
+
+def _encoded(recipe: Recipe) -> bytes:
+    """Return a recipe in JSON; empty if it is too large, or has what JSON cannot hold."""
+    try:
+        data = encode_json(recipe)
+    except (ValueError, OverflowError):
+        return b""
+    return data if len(data) <= MAX_RECIPE_BYTES else b""
+
+
+def _is_elsewhere(error: errors.TokenloomError, token: ResumeToken, *, has_begun: bool) -> bool:
+    """Return whether a response ends here and not in the mesh: another gateway has taken it over or is to do so, or
+    this one could not take it over now."""
+    if isinstance(error, (errors.Aborted, errors.GatewayLeaving, errors.RequestLost)):
+        return True
+    return token.resumes and not has_begun
+
+
+async def _collect(generation: RunningGeneration, answer: ResponseAnswer) -> None:
+    while not generation.done:
+        for delta in await generation.take():
+            answer.add(delta)
+    answer.complete()
+
+
+async def _stream(
+    generation: RunningGeneration, answer: ResponseAnswer, log: EventLog, request: ResponseRequest
+) -> None:
+    """Add the events of a response to its log. Those of one that another gateway may continue depend on the text alone,
+    so that they have the same numbers there."""
+    pieces, num_made = TextPieces() if request.mcp is None else None, 0
+    log.add(answer.first_events())
+    while not generation.done:
+        for delta in await generation.take():
+            for piece in (delta,) if pieces is None else pieces.cut(delta):
+                log.add(answer.events(piece))
+                num_made += 1
+                if num_made % PIECES_PER_TURN == 0:
+                    await asyncio.sleep(0)
+    log.add(answer.last_events())
+
+
+async def _follow(exchange: HttpExchange, log: EventLog, first: int) -> None:
+    """Write the events of a response from a number on, and those that are still to come. Raises why the log ended if
+    the response did not."""
+    with exchange.until_disconnected():
+        await exchange.start(200, sse.HEADERS)
+        while True:
+            if events := log.read(first):
+                first += len(events)
+                await exchange.write(b"".join(events))
+                continue
+            if log.is_over:
+                break
+            try:
+                async with asyncio.timeout(REPEAT_SECONDS):
+                    await log.more()
+            except TimeoutError:
+                await exchange.write(sse.KEEP_ALIVE)
+        if log.error is not None:
+            raise log.error
+        await exchange.finish()
+
+
+def _first_event(query: bytes) -> int | None:
+    """Return the number of the first event that a client wants; None: it wants the response. Raises
+    ``InvalidArgument``."""
+    try:
+        values = {name: given[-1] for name, given in parse_qs(query.decode("ascii"), max_num_fields=16).items()}
+    except ValueError:
+        raise errors.InvalidArgument("the query string is not valid") from None
+    stream, after = values.get("stream", "false").lower(), values.get("starting_after")
+    if stream not in ("true", "false"):
+        raise errors.InvalidArgument("stream must be true or false", "stream")
+    if after is None:
+        return 0 if stream == "true" else None
+    if stream != "true":
+        raise errors.InvalidArgument("starting_after needs stream=true", "starting_after")
+    if not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise errors.InvalidArgument("starting_after must be the sequence_number of an event", "starting_after")
+    return int(after) + 1
 
 
 MAX_ITEMS = 20

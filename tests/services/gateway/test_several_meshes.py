@@ -19,7 +19,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.settings.mesh_spec import mesh_specs
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.v1 import coordinator_pb2, inference_pb2
+from tokenloom.v1 import coordinator_pb2, inference_pb2, output_processor_pb2
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -125,6 +125,26 @@ async def test_responses_are_found_whichever_model_wrote_them(socket_dir: Path, 
         cancelled = (await http.post(f"/v1/responses/{begun['id']}/cancel")).json()
         assert cancelled["status"] == "cancelled"
         await asyncio.wait_for(request.cancelled.wait(), SOON)
+
+
+async def test_a_response_of_another_gateway_is_sought_in_every_mesh(socket_dir: Path, other_dir: Path) -> None:
+    async with both(socket_dir, other_dir) as (mesh, other), mesh.http() as http:
+        other.outputs.auto = None
+        begun = (await http.post("/v1/responses", json={"input": "hi", "model": "b", "background": True})).json()
+        submit = (await other.outputs.next_request()).submit
+    async with both(socket_dir, other_dir) as (mesh, other), mesh.http() as http:
+        other.outputs.recalled[submit.request_id] = output_processor_pb2.RecallResponse(
+            recipe=submit.recipe, fingerprint=submit.fingerprint
+        )
+        assert (await http.get(f"/v1/responses/{begun['id']}")).json()["status"] == "in_progress"
+        request, resume = await other.outputs.next_resume()
+        assert resume.request_id == submit.request_id
+        request.answer("from b")
+        while (await http.get(f"/v1/responses/{begun['id']}")).json()["status"] != "completed":
+            pass
+        assert (await http.get("/v1/responses/resp_1")).status_code == 404
+        assert (await http.delete(f"/v1/responses/{begun['id']}")).json()["deleted"]
+        assert (await other.outputs.next_withdrawal()).request_id == submit.request_id
 
 
 async def test_grpc_goes_by_the_model_too(socket_dir: Path, other_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -46,6 +47,47 @@ async def test_a_stream_continues_after_an_event(mesh: FakeMesh, http: httpx.Asy
         assert not resume.positions
         request.answer("one two", " thr", "ee")
         assert join_events(whole[:number] + events(await task)) == join_events(whole)
+
+
+NUMBERED: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 64, "stream": True},
+    "/v1/responses": {"model": MODEL, "input": "a", "stream": True},
+}
+
+
+def numbered(response: httpx.Response) -> list[str]:
+    """Return the events, without how many tokens had come with each."""
+    assert response.status_code == 200, response.text
+    blocks = [event for event in response.text.split("\n\n") if event]
+    return [re.sub(r"^(id: \S+)-\d+\n", r"\1\n", block) for block in blocks]
+
+
+@pytest.mark.parametrize("path", NUMBERED)
+async def test_a_stream_of_numbered_events_continues_after_one(
+    mesh: FakeMesh, http: httpx.AsyncClient, path: str
+) -> None:
+    def ask(last_id: str) -> "asyncio.Task[httpx.Response]":
+        return asyncio.create_task(http.post(path, json=NUMBERED[path], headers={"Last-Event-ID": last_id}))
+
+    task = ask("0")
+    first = await mesh.outputs.next_request()
+    first.answer("one", " two", " three")
+    begun = await task
+    whole, ids = numbered(begun), re.findall(r"^id: (\S+)", begun.text, re.MULTILINE)
+    assert len(whole) == len(ids) > 5
+    for number, last_id in enumerate(ids, 1):
+        task = ask(last_id)
+        request, resume = await mesh.outputs.next_resume()
+        assert (resume.request_id, resume.fingerprint) == (first.submit.request_id, first.submit.fingerprint)
+        request.answer("one two", " thr", "ee")
+        assert whole[:number] + numbered(await task) == whole
+
+
+async def test_a_stream_whose_events_have_no_ids_is_not_resumed(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+    answer = await http.post("/api/chat", json=body, headers={"Last-Event-ID": "0"})
+    assert answer.status_code == 400
+    assert "Idempotency-Key" in answer.text
 
 
 async def test_a_plain_stream_has_no_ids_and_is_not_kept(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
@@ -97,7 +139,6 @@ async def test_another_body_is_refused(mesh: FakeMesh, http: httpx.AsyncClient) 
         ({"Last-Event-ID": f"{REQUEST_ID}.1.3-3_1-1"}, {}, "Last-Event-ID"),
         ({"Idempotency-Key": "k" * 256}, {}, "Idempotency-Key"),
         ({"Idempotency-Key": ""}, {}, "Idempotency-Key"),
-        ({"Idempotency-Key": "k"}, {"stream": False, "use_beam_search": True, "n": 2}, "beam_search"),
     ],
 )
 async def test_malformed_headers(
@@ -128,3 +169,20 @@ async def test_a_taken_over_stream_ends_with_its_error(mesh: FakeMesh, http: htt
     (await mesh.outputs.next_request()).fail(errors.Aborted("The answer continues in another call."))
     response = await task
     assert (response.status_code, response.json()["error"]["code"]) == (409, "aborted")
+
+
+async def test_a_beam_search_is_searched_again(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    """It is neither kept nor taken over: each call searches, and the answers of one key have one id."""
+    ids = []
+    for _ in range(2):
+        task = asyncio.create_task(
+            post(http, {"Idempotency-Key": "k"}, stream=False, use_beam_search=True, n=1, max_tokens=1)
+        )
+        request = await mesh.outputs.next_request()
+        submit = request.submit
+        assert not submit.fingerprint
+        assert not submit.take_over
+        request.fail(errors.InvalidArgument("no"))
+        assert (await task).status_code == 400
+        ids.append(submit.request_id)
+    assert ids[0] != ids[1]

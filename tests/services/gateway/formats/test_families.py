@@ -145,7 +145,9 @@ def check_cut(case: Case) -> None:
 
 def check_one_call(case: Case) -> None:
     """Without parallel calls the first one counts."""
-    plan = MessagePlan(partial(open_parser, case.form, case.tools), new_call_id=lambda name: name, parallel_calls=False)
+    plan = MessagePlan(
+        partial(open_parser, case.form, case.tools), new_call_id=lambda name, random: name, parallel_calls=False
+    )
     message = ParsedMessage(plan, reasoning_is_open=False)
     deltas = [message.feed(piece, ends=False) for piece in case.pieces] + [message.feed("", ends=True)]
     found = [call for delta in deltas for call in calls_of(delta)]
@@ -245,7 +247,7 @@ def test_ids_that_the_model_writes_are_those_of_the_calls() -> None:
     form = form_of("kimi_k2")
     assert INDEX in form.after_name
     text = write_calls(form, [("f", {}), ("g", {"a": 1})])
-    plan = MessagePlan(partial(open_parser, form, []), new_call_id=lambda name: "new")
+    plan = MessagePlan(partial(open_parser, form, []), new_call_id=lambda name, random: "new")
     delta = ParsedMessage(plan, reasoning_is_open=False).feed(text + text, ends=True)
     assert [call.call_id for call in calls_of(delta)] == ["functions.f:0", "functions.g:1", "new", "new"]
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -194,7 +195,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 def test_ids_are_as_templates_want_them() -> None:
-    assert new_call_id(FORMATS["hermes"], "f").startswith("call_")
-    mistral = new_call_id(FORMATS["mistral"], "f")
+    assert new_call_id(FORMATS["hermes"], "f", Random(1)).startswith("call_")
+    mistral = new_call_id(FORMATS["mistral"], "f", Random(1))
     assert len(mistral) == 9
     assert mistral.isalnum()

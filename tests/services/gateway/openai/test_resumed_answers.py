@@ -16,8 +16,10 @@ from tests.services.gateway.openai.joined import join_events
 from tokenloom.request import errors
 from tokenloom.request.reasoning import reasoning_format
 from tokenloom.request.tool_format import FORMATS, REQUIRED
+from tokenloom.services.gateway.anthropic.message_answer import MessageAnswer, MessageReports
 from tokenloom.services.gateway.assistant.message_plans import MessagePlan
-from tokenloom.services.gateway.formats.call_parser import open_parser
+from tokenloom.services.gateway.endpoints.generation_endpoint import shaped_again
+from tokenloom.services.gateway.formats.call_parser import new_call_id, open_parser
 from tokenloom.services.gateway.formats.strict_calls import NamedCall
 from tokenloom.services.gateway.formats.think import opener
 from tokenloom.services.gateway.formats.tool_request import Tool
@@ -27,7 +29,18 @@ from tokenloom.services.gateway.openai.answer import AnswerBase
 from tokenloom.services.gateway.openai.body_reader import AnswerOptions
 from tokenloom.services.gateway.openai.chat import ChatAnswer
 from tokenloom.services.gateway.openai.completions import CompletionAnswer
-from tokenloom.services.gateway.openai.event_ids import EventId, parse_event_id
+from tokenloom.services.gateway.openai.event_ids import (
+    MANY_CHARS,
+    EventId,
+    NumberedAnswer,
+    NumberedEvent,
+    parse_event_id,
+    parse_numbered_id,
+)
+from tokenloom.services.gateway.openai.token_generation import TokensAnswer
+from tokenloom.services.gateway.openapi.token_schemas import TokenGenerationRequest
+from tokenloom.services.gateway.responses.response_answer import ResponseAnswer, ResponseRequest
+from tokenloom.services.gateway.responses.response_store import ResponseStore
 from tokenloom.v1 import inference_pb2
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
@@ -57,13 +70,14 @@ TOOLS = [Tool(name, {}, {}) for name in ("add", "f")]
 PLANS: dict[str, MessagePlan | None] = {
     "none": None,
     **{
-        name: MessagePlan(partial(open_parser, form, TOOLS), new_call_id=lambda name: "id")
+        name: MessagePlan(partial(open_parser, form, TOOLS), new_call_id=lambda name, random: "id")
         for name, form in FORMATS.items()
     },
-    "required": MessagePlan(partial(open_parser, REQUIRED, TOOLS), new_call_id=lambda name: "id"),
-    "named": MessagePlan(partial(NamedCall, "f"), new_call_id=lambda name: "id"),
+    "required": MessagePlan(partial(open_parser, REQUIRED, TOOLS), new_call_id=lambda name, random: "id"),
+    "named": MessagePlan(partial(NamedCall, "f"), new_call_id=lambda name, random: "id"),
 }
 THINK = reasoning_format("qwen3", "")
+NEW_EVENT = NumberedEvent(created=1)
 
 
 def plan_of(name: str, *, reasons: bool) -> MessagePlan | None:
@@ -92,6 +106,8 @@ class FakeGeneration(SimpleNamespace):
             completion_tokens=[0] * num_outputs,
             finished={},
             usage=inference_pb2.Usage(prompt_tokens=2, completion_tokens=5),
+            model="model",
+            turn=None,
         )
 
     def prompt_of(self, index: int) -> Sequence[int]:
@@ -134,7 +150,7 @@ def columns_of(start: int, ids: Sequence[int]) -> SlotTextLogprobs:
 
 
 def stream(
-    kind: type[ChatAnswer | CompletionAnswer], options: AnswerOptions, deltas: Sequence[Delta], num: int
+    kind: type[ChatAnswer | CompletionAnswer | TokensAnswer], options: AnswerOptions, deltas: Sequence[Delta], num: int
 ) -> list[str]:
     """Return the events as a gateway writes them."""
     base = AnswerBase(FakeGeneration(num), options, "x", "model", "chunk")  # type: ignore[arg-type]
@@ -163,7 +179,7 @@ def id_of(event: str) -> str:
 @given(data=st.data())
 def test_a_cut_at_any_event_loses_and_repeats_nothing(data: st.DataObject) -> None:
     draw = data.draw
-    kind: type[ChatAnswer] | type[CompletionAnswer] = ChatAnswer if draw(st.booleans()) else CompletionAnswer
+    kind: Any = draw(st.sampled_from([ChatAnswer, CompletionAnswer, TokensAnswer]))
     texts = draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3))
     options = replace(
         PLAIN,
@@ -173,6 +189,12 @@ def test_a_cut_at_any_event_loses_and_repeats_nothing(data: st.DataObject) -> No
     )
     if kind is ChatAnswer:
         options = replace(options, plan=plan_of(draw(st.sampled_from(sorted(PLANS))), reasons=draw(st.booleans())))
+    elif kind is TokensAnswer:
+        mode, wants_prompt = draw(st.sampled_from(["tokens", "text"])), draw(st.booleans())
+        fields = TokenGenerationRequest(
+            token_ids=[7], sampling_params={}, output_mode=mode, return_token_ids=wants_prompt
+        )
+        options = replace(options, request=fields)
     else:
         options = replace(options, echo=draw(st.booleans()))
     pieces = st.lists(st.integers(1, 12), min_size=1, max_size=8)
@@ -188,6 +210,70 @@ def test_a_cut_at_any_event_loses_and_repeats_nothing(data: st.DataObject) -> No
         deltas = chunked(sizes=draw(pieces), ends_alone=draw(st.booleans()))
         events = stream(kind, replace(options, resumed=resumed), deltas, num)
     assert join_events(had + events) == join_events(whole)
+    if kind is TokensAnswer:
+        assert sum("prompt_token_ids" in event for event in had + events) == wants_prompt
+
+
+def numbered(kind: str, plan: MessagePlan | None, deltas: Sequence[Delta], event: NumberedEvent) -> list[str]:
+    """Return the events of an API that numbers them, after one that the client has."""
+    generation: Any = FakeGeneration(1)
+    generation.finished[0] = RequestFinished(reason=FinishReason.FINISH_REASON_STOP, completion_tokens=5)
+    options = shaped_again(replace(PLAIN, plan=plan), REQUEST_ID)
+    answer: MessageAnswer | ResponseAnswer
+    if kind == "messages":
+        answer = MessageAnswer(generation, replace(options, request=MessageReports()))
+    else:
+        request = ResponseRequest("resp_1", 1, {}, [], "", "a", is_background=False, is_stored=False, namespaced={})
+        answer = ResponseAnswer(generation, options, request, ResponseStore(0))
+    shaper = NumberedAnswer(answer, REQUEST_ID, event)
+    body = shaper.first_events() + b"".join(map(shaper.events, deltas)) + shaper.last_events()
+    *events, rest = body.decode().split("\n\n")
+    assert not rest
+    return events
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_numbered_events_are_the_same_whenever_an_answer_is_shaped(data: st.DataObject) -> None:
+    draw = data.draw
+    kind, text, name = (draw(st.sampled_from(each)) for each in (["messages", "responses"], TEXTS, sorted(FORMATS)))
+    form = FORMATS[name]
+    plan = MessagePlan(partial(open_parser, form, TOOLS), new_call_id=partial(new_call_id, form))
+    pieces = st.lists(st.integers(1, 12), min_size=1, max_size=8)
+
+    def deltas() -> list[Delta]:
+        return deltas_of([text], draw(pieces), logprobs=False, ends_alone=draw(st.booleans()))
+
+    whole = numbered(kind, plan, deltas(), NEW_EVENT)
+    num_received = draw(st.integers(1, len(whole)))
+    last = parse_numbered_id(whole[num_received - 1].split("\n")[0].removeprefix("id: "))
+    assert (last.request_id, last.created, last.number) == (REQUEST_ID, 1, num_received)
+    rest = numbered(kind, plan, deltas(), last)
+    # An id also says how many tokens have come, which depends on how they came.
+    assert list(map(without_tokens, whole[:num_received] + rest)) == list(map(without_tokens, whole))
+
+
+def without_tokens(event: str) -> str:
+    line, _, content = event.partition("\n")
+    return f"{line.partition('-')[0]}\n{content}"
+
+
+def test_a_large_delta_is_shaped_in_steps() -> None:
+    text = "word " * 3 * MANY_CHARS
+    (delta,) = deltas_of([text], [len(text)], logprobs=False, ends_alone=False)
+    generation: Any = FakeGeneration(1)
+    generation.finished[0] = delta.finished
+    shaper = NumberedAnswer(MessageAnswer(generation, replace(PLAIN, request=MessageReports())), REQUEST_ID, NEW_EVENT)
+    assert shaper.is_large(delta)
+    assert sum(1 for _ in shaper.shape(delta)) > 3 * MANY_CHARS
+    assert shaper.events(delta).count(b"content_block_delta") > 3 * MANY_CHARS
+    assert not shaper.is_large(Delta(0, 0, "word"))
+
+
+def test_an_answer_with_fewer_events_than_the_client_has_is_lost() -> None:
+    deltas = deltas_of(["short"], [2], logprobs=False, ends_alone=False)
+    with pytest.raises(errors.RequestLost):
+        numbered("messages", None, deltas, NumberedEvent(REQUEST_ID, 1, 50))
 
 
 def test_an_answer_that_is_shorter_than_the_position_is_lost() -> None:
@@ -196,6 +282,16 @@ def test_an_answer_that_is_shorter_than_the_position_is_lost() -> None:
         stream(
             ChatAnswer, replace(PLAIN, resumed=resumed), deltas_of(["short"], [2], logprobs=False, ends_alone=False), 1
         )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1", f"{REQUEST_ID}.1.1-1", f"{REQUEST_ID}.1.n1", f"{REQUEST_ID}.1.n1-2.u", f"{REQUEST_ID}.1.n-1-2", "n1-2"],
+)
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refusal:
+        parse_numbered_id(text)
+    assert refusal.value.field == "Last-Event-ID"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,18 @@
 """The store keeps what fits, tenant by tenant."""
 
+import asyncio
+
 import pytest
 
 from tokenloom.request import errors
 from tokenloom.services.gateway.responses import response_store
-from tokenloom.services.gateway.responses.response_store import MAX_RUNNING, ResponseStore, StoredResponse
+from tokenloom.services.gateway.responses.response_store import (
+    EVENTS_PER_BLOCK,
+    MAX_RUNNING,
+    EventLog,
+    ResponseStore,
+    StoredResponse,
+)
 
 OBJECT_BYTES = response_store.OBJECT_BYTES
 
@@ -112,3 +120,50 @@ def test_a_deleted_response_does_not_come_back() -> None:
     store.end("r", {"id": "r"})
     with pytest.raises(errors.NotFound):
         store.get("r", "a")
+
+
+def event(number: int) -> bytes:
+    return b"event: e\ndata: %d\n\n" % number
+
+
+@pytest.mark.parametrize("num_events", [0, 1, EVENTS_PER_BLOCK - 1, EVENTS_PER_BLOCK, 3 * EVENTS_PER_BLOCK + 5])
+def test_events_are_read_from_any_number_on(num_events: int) -> None:
+    log = EventLog()
+    for number in range(num_events):
+        log.add(event(number))
+    for first in range(num_events + 2):
+        events: list[bytes] = []
+        while more := log.read(first + len(events)):
+            events += more
+        assert events == [event(number) for number in range(first, num_events)]
+
+
+def test_full_blocks_of_events_are_compressed() -> None:
+    log, num_events = EventLog(), 20 * EVENTS_PER_BLOCK
+    log.add(b"".join(event(number) for number in range(num_events)))
+    assert 0 < log.num_bytes < sum(len(event(number)) for number in range(num_events)) / 3
+
+
+async def test_a_reader_waits_for_more_events() -> None:
+    log = EventLog()
+    async with asyncio.TaskGroup() as group:
+        readers = [group.create_task(log.more()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not any(reader.done() for reader in readers)
+        log.add(event(0))
+    log.end(errors.Aborted("It goes on elsewhere."))
+    log.end()
+    await log.more()  # it is over
+    log.add(event(1))
+    assert (log.read(0), str(log.error)) == ([event(0)], "It goes on elsewhere.")
+
+
+def test_the_events_of_responses_count_among_the_bytes() -> None:
+    store = ResponseStore(1000, is_shared=False)
+    store.put(stored("old", "a"))
+    running = stored("new", "a")
+    running.log = EventLog()
+    store.begin(running)
+    running.log.add(b"".join(event(number) for number in range(60)))  # not compressed yet
+    store.put(stored("third", "a"))
+    assert [is_stored(store, name) for name in ("old", "third", "new")] == [False, False, True]

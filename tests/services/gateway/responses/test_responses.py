@@ -12,10 +12,11 @@ import httpx
 import openai
 import pytest
 
-from tests.loop_clock import settle
+from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
 from tokenloom.request import errors
-from tokenloom.v1 import types_pb2
+from tokenloom.services.gateway.endpoints.generation_endpoint import REPEAT_SECONDS
+from tokenloom.v1 import output_processor_pb2, types_pb2
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "description": "It.", "parameters": SCHEMA}]
@@ -212,6 +213,144 @@ async def test_a_response_in_the_background(socket_dir: Path) -> None:
         assert (response.status, response.output_text, response.id) == ("completed", "Hello", begun.id)
 
 
+async def events_after(client: openai.AsyncOpenAI, response_id: str, number: int) -> list[Any]:
+    stream = await client.responses.retrieve(response_id, stream=True, starting_after=number)
+    return [event async for event in stream]
+
+
+async def test_a_stream_in_the_background_is_read_again_from_any_event(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.auto = CALL
+        create = partial(client.responses.create, model=MODEL, input="The weather?", tools=TOOLS, background=True)
+        events = [event async for event in await create(stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+        for number in range(len(events)):
+            assert await events_after(client, events[0].response.id, number) == events[number + 1 :]
+        assert [each async for each in await client.responses.retrieve(events[0].response.id, stream=True)] == events
+        assert (await client.responses.retrieve(events[0].response.id)).output_text == "I ask."
+        whole = await create()
+        with pytest.raises(openai.BadRequestError, match="not begun with background and stream"):
+            await events_after(client, whole.id, 0)
+
+
+async def test_a_stream_in_the_background_outlives_its_connection(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        stream = await client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        begun = await anext(aiter(stream))
+        request = await mesh.outputs.next_request()
+        await stream.close()
+        request.answer("Hello", " you")
+        events = await events_after(client, begun.response.id, begun.sequence_number)
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello you"
+        assert events[-1].type == "response.completed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_of_another_gateway_is_continued(socket_dir: Path, stream: bool) -> None:
+    """Another one begins it, and this one finds what it was begun with at the output processor."""
+    async with openai_client(socket_dir) as (mesh, client), mesh.http() as http:
+        mesh.outputs.auto = ("Well", ".")
+        first = await client.responses.create(model=MODEL, input="hi")
+        mesh.outputs.auto = None
+        body = {"model": MODEL, "input": "The weather?", "previous_response_id": first.id, "tools": TOOLS}
+        begun = asyncio.create_task(post(http, **body, background=True, stream=stream))
+        submit = (await mesh.outputs.next_request()).submit
+        response_id = f"resp_{submit.request_id}"
+        assert submit.recipe
+    recalled = output_processor_pb2.RecallResponse(recipe=submit.recipe, fingerprint=submit.fingerprint)
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.recalled[submit.request_id] = recalled
+        recalled.is_attended = True  # by a gateway that lives
+        assert (await client.responses.retrieve(response_id)).status == "in_progress"
+        recalled.is_attended = False
+        if not stream:
+            assert (await client.responses.retrieve(response_id)).status == "in_progress"
+        reading = asyncio.create_task(events_after(client, response_id, 1)) if stream else None
+        request, resume = await mesh.outputs.next_resume()
+        assert (resume.request_id, resume.fingerprint) == (submit.request_id, submit.fingerprint)
+        request.answer(*CALL)
+        if reading is not None:
+            events = await reading
+            assert [event.sequence_number for event in events] == list(range(2, len(events) + 2))
+        while (response := await client.responses.retrieve(response_id)).status == "in_progress":
+            pass
+        assert (response.id, response.status, response.output_text) == (response_id, "completed", "I ask.")
+        contents = [turn["content"] for turn in last_chat(mesh)]
+        assert contents == ["hi", "Well.", "The weather?"]
+    begun.cancel()
+
+
+async def test_a_response_that_was_deleted_does_not_come_back(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        begun = await client.responses.create(model=MODEL, input="hi", background=True)
+        request = await mesh.outputs.next_request()
+        mesh.outputs.recalled[request.submit.request_id] = output_processor_pb2.RecallResponse(
+            recipe=request.submit.recipe, fingerprint=request.submit.fingerprint
+        )
+        await client.responses.delete(begun.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(begun.id)
+
+
+async def test_a_response_that_another_gateway_takes_over_is_forgotten(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        stream = await client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        begun = await anext(aiter(stream))
+        request = await mesh.outputs.next_request()
+        mesh.outputs.recalled[request.submit.request_id] = output_processor_pb2.RecallResponse(
+            recipe=request.submit.recipe, fingerprint=request.submit.fingerprint, is_attended=True
+        )
+        request.fail(errors.Aborted("The answer continues in another call."))
+        with pytest.raises(openai.APIError, match="continues in another call"):
+            assert [event async for event in stream]
+        assert (await client.responses.retrieve(begun.response.id)).status == "in_progress"
+
+
+async def test_a_silent_stream_in_the_background_is_kept_alive(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+    async with http.stream("POST", "/v1/responses", json=body) as response:
+        lines, request = response.aiter_lines(), await mesh.outputs.next_request()
+
+        async def until(wanted: str) -> None:
+            while await anext(lines) != wanted:
+                pass
+
+        await until("event: response.in_progress")
+        reading = asyncio.create_task(until(": keep-alive"))
+        await settle()
+        pass_time(REPEAT_SECONDS)
+        await asyncio.wait_for(reading, SOON)
+        request.answer("Hello")
+        await until("event: response.completed")
+
+
+async def test_a_stream_in_the_background_that_fails_says_so(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        create = partial(client.responses.create, model=MODEL, background=True, stream=True)
+        stream = await create(input="hi")
+        (await mesh.outputs.next_request()).fail(errors.Internal("the engine is broken"))
+        events = [event async for event in stream]
+        assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
+        events = [event async for event in await create(input="x" * (LIMITS.max_model_len + 9))]
+        assert [event.type for event in events] == ["response.created", "response.failed"]
+        assert events[-1].response.error.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("query", "where"),
+    [
+        ("stream=yes", "stream"),
+        ("starting_after=1", "starting_after"),
+        ("stream=true&starting_after=-1", "starting_after"),
+        ("stream=true&starting_after=x", "starting_after"),
+    ],
+)
+async def test_a_wrong_query_is_refused_by_name(http: httpx.AsyncClient, query: str, where: str) -> None:
+    answer = await http.get(f"/v1/responses/resp_1?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, where)
+
+
 async def test_a_response_in_the_background_is_cancelled(socket_dir: Path) -> None:
     async with openai_client(socket_dir) as (mesh, client):
         begun = await client.responses.create(model=MODEL, input="hi", background=True)
@@ -357,7 +496,6 @@ async def test_only_allowed_tools_may_be_called(socket_dir: Path, mode: str) -> 
         ({"conversation": 3}, "conversation"),
         ({"conversation": "resp_1"}, "conversation"),
         ({"truncation": "some"}, "truncation"),
-        ({"background": True, "stream": True}, "background"),
         ({"background": True, "store": False}, "background"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),

@@ -3,6 +3,7 @@ tensors of texts, booleans and numbers."""
 
 import math
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +16,12 @@ from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from ..generation.running_pooling import RunningPooling
 from ..http.request_body import decode_object
 from ..openai.completions import CompletionsApi
+from ..openai.event_ids import MAX_OUTPUTS, EventId, EventIds, parse_event_id
 from ..pooling.vector_json import numbers
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter
 from ..records.pooling_input import PoolingInput, check_count
+from ..records.request_ids import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
 from ..tenants.tenant import Tenant
 
 VERSION = "1"
@@ -53,6 +56,21 @@ class Inference:
     """Names of what has no effect."""
     field_names: Mapping[str, str]
     """What the client calls a field, by our name, where both differ."""
+    token: ResumeToken = NEW
+    """Which request of the mesh it is."""
+    resumed: EventId | None = None
+    """What the client has of the answer; None: it begins now."""
+
+    def ids(self, request_id: str, num_outputs: int) -> EventIds | None:
+        """Return what makes the ids of a stream's responses; None: the client cannot resume it."""
+        if not self.token.fingerprint or num_outputs > MAX_OUTPUTS:
+            return None
+        if (resumed := self.resumed) is None:
+            return EventIds(request_id, int(time.time()), num_outputs)
+        ids = EventIds(request_id, resumed.created, num_outputs)
+        for index in resumed.entries:
+            ids.restore(resumed, index)
+        return ids
 
 
 def read_inference(
@@ -75,6 +93,12 @@ def read_inference(
     stream = _flag(inputs, "stream", default=False)
     if stream and generate_request.beam_search is not None:
         raise InvalidArgument("stream is not available with use_beam_search", "stream")
+    token, resumed = _claim(request, tenant)
+    if resumed is not None and not stream:
+        raise InvalidArgument(f"{LAST_EVENT_ID} resumes streams only: the tensor stream must be true", LAST_EVENT_ID)
+    num_outputs = len(inputs["text_input"]) * generate_request.num_samples
+    if resumed is not None and max(resumed.entries, default=0) >= num_outputs:
+        raise InvalidArgument(f"{LAST_EVENT_ID} is of an answer with more outputs", LAST_EVENT_ID)
     return Inference(
         replace(
             generate_request, prompt_field="text_input", timeout=_sooner(time_remaining, timeout), most_tokens=longest
@@ -84,7 +108,48 @@ def read_inference(
         raw=bool(request.raw_input_contents),
         ignored=options.ignored,
         field_names=options.field_names,
+        token=token,
+        resumed=resumed,
     )
+
+
+_RESUMABLE = "resumable"
+LAST_EVENT_ID, EVENT_ID = "last_event_id", "event_id"
+"""Parameters: of a request, which response was the client's last; of each response of a stream, its id."""
+_CLAIM = {_RESUMABLE: "bool_param", LAST_EVENT_ID: "string_param"}
+"""The parameters that ask for a stream which can be resumed, or resume it, and their types."""
+
+
+def _claim(request: pb.ModelInferRequest, tenant: Tenant) -> tuple[ResumeToken, EventId | None]:
+    """Return by which token a request is resumed or repeated, and what its client has of the answer. Raises
+    ``InvalidArgument``."""
+    kinds = {
+        name: request.parameters[name].WhichOneof("parameter_choice") for name in _CLAIM if name in request.parameters
+    }
+    for name, kind in kinds.items():
+        if kind != _CLAIM[name]:
+            raise InvalidArgument(f"{name} must be set as {_CLAIM[name]}", name)
+    is_resumable = _RESUMABLE in kinds and request.parameters[_RESUMABLE].bool_param
+    last_id = request.parameters[LAST_EVENT_ID].string_param if LAST_EVENT_ID in kinds else None
+    if not is_resumable:
+        if last_id is not None:
+            raise InvalidArgument(f"{LAST_EVENT_ID} needs {_RESUMABLE}, as the request was sent first", LAST_EVENT_ID)
+        return NEW, None
+    body = pb.ModelInferRequest()
+    body.CopyFrom(request)
+    if last_id is not None:
+        del body.parameters[LAST_EVENT_ID]
+    digest = fingerprint("ModelInfer", body.SerializeToString(deterministic=True))
+    if last_id is None:
+        new = ResumeToken(fingerprint=digest)
+        return token_of_key(tenant.name, request.id, digest, "id") if request.id else new, None
+    try:
+        resumed = parse_event_id(last_id)
+    except InvalidArgument:
+        message = f"{LAST_EVENT_ID} is not the {EVENT_ID} of a response to this request"
+        raise InvalidArgument(message, LAST_EVENT_ID) from None
+    delivered = tokens_of(resumed.positions)
+    return ResumeToken(resumed.request_id, digest, resumes=True, num_delivered=delivered), resumed
 
 
 def check_version(version: str) -> None:
@@ -105,7 +170,7 @@ def _values(json: Sequence[object] | None, request: pb.ModelInferRequest) -> dic
         values |= decode_object(data)
     for name, parameter in request.parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
-        if kind is not None and name not in _OF_TRITON:
+        if kind is not None and name not in _OF_TRITON and name not in _CLAIM:
             values[name] = getattr(parameter, kind)
     for name in ("prompt", "echo", "stream", "model", "prompt_embeds"):
         if name in values:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import grpc.aio
@@ -13,6 +14,7 @@ from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
+from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
 from ..generation.running_pooling import RunningPooling
 from ..grpc.inference_request import next_request
@@ -20,6 +22,7 @@ from ..http.http_exchange import IGNORED_HEADER, listed
 from ..openai.answer import finish_reason
 from ..openai.body_reader import BodyReader
 from ..openai.completions import CompletionsApi
+from ..openai.event_ids import FINISHED
 from ..serving.fronts import Front, FrontParts, GrpcService
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
@@ -27,6 +30,7 @@ from ..tenants.api_keys import call_tenant
 from ..tenants.tenant_shares import TenantShares
 from .kserve_inference import (
     EMBEDDING,
+    EVENT_ID,
     INPUTS,
     OUTPUTS,
     VERSION,
@@ -169,20 +173,28 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     async def _parts(
         self, request: pb.ModelInferRequest, inference: Inference, generation: RunningGeneration
     ) -> AsyncIterator[pb.ModelInferResponse]:
-        begun: set[int] = set()
-        live = generation.num_outputs
+        resumed, live = inference.resumed, generation.num_outputs
+        begun = set() if resumed is None else set(resumed.entries)
+        ids = inference.ids(generation.request_id, live)
+        delivered = Delivered({} if resumed is None else resumed.positions)
         while not generation.done:
-            for delta in await generation.take():
+            for delta, is_new in chain.from_iterable(map(delivered.cut, await generation.take())):
+                live -= delta.finished is not None
                 text = delta.text if delta.index in begun else _echoed(generation, delta.index) + delta.text
                 begun.add(delta.index)
                 reason = finish_reason(delta.finished) if delta.finished is not None else ""
-                if not text and not reason:
+                if ids is not None:
+                    ids.advance(delta)
+                # The usage comes with the last end, which the client may have had before the others.
+                if not (text or reason) or not (is_new or not live):
                     continue
                 response = self._response(request)
-                for name in inference.outputs:
+                for name in inference.outputs if is_new else ():
                     values = [text if name == "text_output" else reason]
                     write_output(response, name, values, raw=inference.raw, index=delta.index)
-                live -= delta.finished is not None
+                if ids is not None:
+                    event_id = ids.of(delta.index, FINISHED if reason else "")
+                    response.parameters[EVENT_ID].string_param = event_id.decode()
                 if not live:
                     _close(response, generation, inference.ignored)
                 yield response
@@ -205,7 +217,7 @@ def _embeds(limits: types_pb2.ModelLimits | None) -> bool:
 async def _opened(mesh: ServedMesh, inference: Inference) -> AsyncIterator[RunningGeneration]:
     """Run a generation; name fields in errors as the client does."""
     try:
-        async with mesh.generator.open(inference.generate_request) as generation:
+        async with mesh.generator.open(inference.generate_request, token=inference.token) as generation:
             yield generation
     except errors.InvalidArgument as error:
         raise error.renamed(inference.field_names) from error

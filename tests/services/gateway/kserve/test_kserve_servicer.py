@@ -244,3 +244,65 @@ async def until_sessions(mesh: FakeMesh, count: int) -> None:
     async with mesh.http() as http, asyncio.timeout(30):
         while line not in (await http.get("/metrics")).text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def streamed(stub: Any, **parameters: Any) -> list[Any]:
+    call = stub.ModelStreamInfer(iter([infer("ab", stream=True, **parameters)]))
+    return [part.infer_response async for part in call]
+
+
+async def test_a_stream_continues_after_a_response(mesh: FakeMesh, stub: Any) -> None:
+    asking = asyncio.create_task(streamed(stub, resumable=True))
+    first = await mesh.outputs.next_request()
+    assert first.submit.take_over, "the id names the request"
+    first.answer("one", " two", " three")
+    whole = await asking
+    for number, response in enumerate(whole, 1):
+        last_id = response.parameters["event_id"].string_param
+        asking = asyncio.create_task(streamed(stub, resumable=True, last_event_id=last_id))
+        request, resume = await mesh.outputs.next_resume()
+        assert (resume.request_id, resume.fingerprint) == (first.submit.request_id, first.submit.fingerprint)
+        request.answer("one two", " thr", "ee")
+        rest = await asking
+        texts = [text for each in [*whole[:number], *rest] for text in outputs_of(each).get("text_output", [])]
+        assert "".join(texts) == "one two three"
+        assert rest[-1].parameters["triton_final_response"].bool_param
+        assert rest[-1].parameters["completion_tokens"].int64_param == 13
+
+
+async def test_a_plain_stream_has_no_ids_and_is_not_kept(mesh: FakeMesh, stub: Any) -> None:
+    asking = asyncio.create_task(streamed(stub))
+    request = await mesh.outputs.next_request()
+    assert not request.submit.fingerprint
+    request.answer("x")
+    assert all("event_id" not in response.parameters for response in await asking)
+
+
+async def test_a_request_with_an_id_may_be_repeated(mesh: FakeMesh, stub: Any) -> None:
+    submits = []
+    for _ in range(2):
+        asking = asyncio.ensure_future(stub.ModelInfer(infer("ab", resumable=True)))
+        request = await mesh.outputs.next_request()
+        submits.append(request.submit)
+        request.answer("x")
+        await asking
+    assert len({submit.request_id for submit in submits}) == len({submit.fingerprint for submit in submits}) == 1
+    assert all(submit.take_over for submit in submits)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"resumable": 1}, "resumable must be set as bool_param"),
+        ({"last_event_id": "x"}, "last_event_id needs resumable"),
+        ({"last_event_id": "x", "resumable": True}, "last_event_id is not the event_id of a response"),
+        ({"last_event_id": f"{'ab' * 20}.1.3-3_1-1", "resumable": True}, "with more outputs"),
+    ],
+)
+async def test_a_wrong_continuation_is_refused(stub: Any, parameters: dict[str, Any], words: str) -> None:
+    call = stub.ModelStreamInfer(iter([infer("ab", stream=True, **parameters)]))
+    (message,) = [part.error_message async for part in call]
+    assert words in message
+    if words == "with more outputs":
+        with pytest.raises(grpc.aio.AioRpcError, match="resumes streams only"):
+            await stub.ModelInfer(infer("ab", last_event_id=f"{'ab' * 20}.1.3-3", resumable=True))

@@ -138,8 +138,10 @@ class Generator:
 
         Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
         """
-        if request.beam_search is not None and token.fingerprint:
-            raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
+        if request.beam_search is not None:
+            # It has no output before its end, and the same outputs each time: a call that resumes or repeats it
+            # searches again. Nothing of it is kept, and each call is charged for what it computes.
+            token = ResumeToken(token.request_id)
         async with self._call(request, trace_headers) as call:
             before = self._resumable.find(token, request.tenant.name) if token.request_id else None
             if before is None:
@@ -291,12 +293,12 @@ class Generator:
         if not self._resumable.cancel(request_id, tenant):
             self._outputs.withdraw(request_id, tenant)
 
-    async def end_of_present(self) -> None:
-        """Return when the generations that are open now have ended; new ones are still admitted."""
     async def recall(self, request_id: str, tenant: str, *, with_prompt: bool = False) -> RecallResponse:
         """Return what a request was begun with, at whichever gateway, that can be resumed. Raises ``RequestLost``."""
         return await self._outputs.recall(request_id, tenant, with_prompt=with_prompt)
 
+    async def end_of_present(self) -> None:
+        """Return when the generations that are open now have ended; new ones are still admitted."""
         await self._admission.end_of_present()
 
     def leave_resumable(self) -> None:

@@ -206,10 +206,12 @@ class RunningGeneration:
         """Search the outputs of every prompt with beams, while the caller takes them. ``timeout``: as in `submit`."""
         assert self._beams is not None
         deadline_ns = self._started_ns + round(timeout * 1e9)
+        # Two calls with one key may search at the same time: the requests of their steps have ids of their own.
+        name, self.request_id = self.request_id, self._token.request_id or pool.name(self.request_id)
         run = BeamRun(
             self._submits,
             self._beams,
-            self.request_id,
+            name,
             pool,
             texts,
             deadline_ns=deadline_ns,
@@ -251,12 +253,12 @@ class RunningGeneration:
 
     def fail(self, error: errors.TokenloomError) -> None:
         """End the call with an error. Not for a beam search."""
-        assert isinstance(self._collector, Collector), "a beam search cannot be resumed"
+        assert isinstance(self._collector, Collector), "a beam search ends with its call"
         self._collector.fail(error)
 
     def supersede(self) -> None:
         """Let the call end instead of sending its request again, because a later call runs it."""
-        assert isinstance(self._collector, Collector), "a beam search cannot be repeated"
+        assert isinstance(self._collector, Collector), "a beam search ends with its call"
         self._collector.is_superseded = True
 
     def leave(self) -> None:

@@ -153,7 +153,9 @@ class WantedState:
 
     def message(self, record: EngineRecord, *, is_complete: bool) -> DesiredState | None:
         """Return what an engine is sent; None if it has to wait until the state is known."""
-        if not record.follows or not (is_complete or record.first.join.incarnation):
+        # One that has joined before, but never heard of a state, knows as little as one that joins for the first time.
+        has_state = record.first.join.incarnation and record.first.progress.reached
+        if not record.follows or not (is_complete or has_state):
             return None
         state, setting = DesiredState(), self._setting(record)
         state.CopyFrom(self.state)

@@ -223,6 +223,21 @@ def test_a_new_coordinator_takes_the_latest_state_that_an_engine_knows() -> None
     assert registry.wanted.revision == 1000
 
 
+def test_an_engine_that_joined_a_coordinator_but_heard_of_no_state_waits_again() -> None:
+    """Its first coordinator died before it knew the state. The next one sent its own at once, and the engine served
+    until one that knew of a pause had joined."""
+    registry = make_registry(settle_seconds=2.0)
+    again = join(registry, first("new", joins=JoinFacts(incarnation=9)))
+    assert registry.desired(again) is None
+    facts = JoinFacts(incarnation=7, desired=DesiredState(revision=40, pause_mode=PAUSE_MODE_KEEP))
+    join(registry, first("a", joins=facts, state=PAUSED, progress=StateProgress(reached=40)))
+    registry._clock.now += 3  # type: ignore[attr-defined]
+    registry.refresh()
+    message = registry.desired(again)
+    assert message is not None
+    assert (message.revision, message.pause_mode) == (40, PAUSE_MODE_KEEP)
+
+
 def test_a_standby_takes_the_state_over() -> None:
     registry, predecessor, view = make_registry(), Predecessor(), RegistryView()
     registry.set_state(SLEEP)

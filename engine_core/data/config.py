@@ -153,7 +153,8 @@ class WorkerConfig(Struct, frozen=True):
     attention_backend: Annotated[
         str,
         "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with Triton's "
-        "kernels, otherwise torch; or a plugin, as PACKAGE:NAME.",
+        "kernels, otherwise torch; or a plugin, as PACKAGE:NAME. Where layers keep a state, auto sums in bfloat16 on a "
+        "CPU in an order that is the same in every batch, for prompts and drafts, and cpu in one that suits the batch.",
         Meta(extra=plugged("attention_backends", ATTENTION_BACKENDS)),
     ] = "auto"
     processor_level: Annotated[

@@ -11,16 +11,20 @@ from .latent_backend import LatentBackend, LatentCPUBackend
 from .torch_backend import ReferenceBackend, TorchBackend
 from .varied_backend import VariedBackend
 
+BESIDE_STATES = "cpu-tokenwise"
+"""The name of attention in the order of ``tokenwise`` in engines that are not batch-invariant."""
 NAMES = ("auto", "cpu", "torch", "triton", "reference")
 
 
 def make_attention_backend(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:
     """Return the backend ``name`` for a model.
 
-    ``auto`` means ``cpu`` on a CPU, ``triton`` on a GPU and ``torch`` on other devices. If the kernels of ``cpu`` or
-    ``triton`` cannot be had or do not know the model's shapes, ``torch`` replaces them. Nothing replaces ``tokenwise``,
-    the name in batch-invariant engines: then it raises :class:`KernelsUnavailable`. Raises ``ValueError`` for an
-    unknown name, and for a backend of another device.
+    ``auto`` means ``cpu`` on a CPU, ``triton`` on a GPU and ``torch`` on other devices. In bfloat16 beside layers that
+    keep a state it means ``cpu`` in the order of ``tokenwise``: states have the same bits wherever a prompt is cut, and
+    so has attention then. If the kernels of ``cpu`` or ``triton`` cannot be had or do not know the model's shapes,
+    ``torch`` replaces them. Nothing replaces ``tokenwise``, the name in batch-invariant engines: then it raises
+    :class:`KernelsUnavailable`. Raises ``ValueError`` for an unknown name, and for a backend of another
+    device.
     """
     if config.kv_shapes or any(config.attention_chunks):
         return VariedBackend(config, block_size, lambda part: make_attention_backend(name, part, block_size, device))
@@ -43,6 +47,8 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
             raise ValueError(f"attention_backend triton runs on a GPU where triton is installed, not on {device.type}")
         case "cpu" | "auto" if device.type == "cpu":
             try:
+                if name == "auto" and config.states is not None and config.dtype == torch.bfloat16:
+                    return TokenwiseBackend(config, block_size, device, name=BESIDE_STATES)
                 return CPUBackend(config, block_size, device)
             except KernelsUnavailable as error:
                 warn_unavailable(str(error))

@@ -74,7 +74,8 @@ class CPUBackend(LocalBackend):
 
     name = "cpu"
     span = 0
-    """Positions of the pieces into which the kernel cuts a token's attention; 0: as many as suit the batch."""
+    """Positions of the pieces into which the kernel cuts the attention of every token; 0: as many as suit the batch for
+    one that is decoded, and tiles of tokens for others."""
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
         if lack := kernel_lack(config, block_size):
@@ -103,32 +104,20 @@ class CPUBackend(LocalBackend):
 
 
 class TokenwiseBackend(CPUBackend):
-    """Makes plans to which each token is a request of its own, so that its attention has the same bits in every batch
-    and chunk, with a cached prefix or without."""
+    """Makes plans that compute each token as if it was decoded alone, so that its attention has the same bits in every
+    batch and chunk, with a cached prefix or without, and as a draft."""
 
-    name = TOKENWISE
     # The order of a token's sums follows from its own position alone: pieces are counted from its first position on,
-    # and no tile of a prompt and no shared prefix joins it with other tokens. Longer pieces would leave threads idle
-    # beside a single long request, shorter ones make more partial results of a prompt.
+    # and no shared prefix joins it with other requests. Longer pieces would leave threads idle beside a single long
+    # request, shorter ones make more partial results of a prompt.
     span = 1024
 
-    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
+    def __init__(
+        self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native", name: str = TOKENWISE
+    ) -> None:
         super().__init__(config, block_size, device, march)
+        self.name = name
         self.prefixes = SharedPrefixFinder(block_size, sys.maxsize)
-
-    def plan(
-        self,
-        cu_query_lens: IntArray,
-        seq_lens: IntArray,
-        block_tables: IntArray,
-        slot_mapping: IntArray,
-        foreign_tails: IntArray | None = None,
-        limits: IntArray | None = None,
-    ) -> "CPUPlan":
-        counts = np.diff(cu_query_lens)
-        requests, tokens = np.repeat(np.arange(len(counts)), counts), np.arange(cu_query_lens[-1] + 1)
-        lengths = tokens[1:] + (seq_lens - cu_query_lens[1:])[requests]
-        return super().plan(tokens, lengths, block_tables[requests], slot_mapping, limits=limits)
 
 
 class CPUPlan:

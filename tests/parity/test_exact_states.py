@@ -82,7 +82,12 @@ def conversations(cold: Engine, warm: Engine, whole: list[list[int]]) -> list[tu
 # The seven architectures that promise it with several threads, too.
 _THREADS = [(kind, 1) for kind in SERVED] + [(kind, 2) for kind in EXACT]
 _SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 2048}
-_WARM = {"budget": 160, "max_num_seqs": 4 + _CROWD, "max_model_len": 2048, "state_memory_bytes": 64 * _LARGEST_STATE}
+_WARM: dict[str, Any] = {
+    "budget": 160,
+    "max_num_seqs": 4 + _CROWD,
+    "max_model_len": 2048,
+    "state_memory_bytes": 64 * _LARGEST_STATE,
+}
 
 
 @pytest.mark.parametrize(("kind", "num_threads"), _THREADS)
@@ -97,7 +102,7 @@ def test_a_cache_changes_no_bit(kind: str, num_threads: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_a_cache_changes_no_bit_of_built_in_layers(kind: str, num_threads: int, tmp_path: Path) -> None:
     """Their steps end anywhere, and what decoding leaves is found again: nothing is aligned to chunks."""
-    path = write_model(kind, tmp_path, torch.bfloat16)
+    path = write_model(kind, tmp_path, torch.bfloat16, **wide_heads(kind))
     settings = {**_SETTINGS, "num_threads": num_threads, "model_impl": "native"}
     cold = make_engine(path, prefix_caching=False, max_num_seqs=_TALKS, **settings)
     pairs = conversations(cold, make_engine(path, **settings, **_WARM), [])
@@ -108,29 +113,34 @@ def test_a_cache_changes_no_bit_of_built_in_layers(kind: str, num_threads: int, 
 @pytest.mark.parametrize("kind", EXACT)
 def test_drafts_change_no_bit(kind: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The crowd decodes beside them without drafts."""
-    pairs = drafted(kind, "transformers", num_threads, tmp_path, monkeypatch)
+    path = write_model(kind, tmp_path, torch.bfloat16, **wide_heads(kind))
+    pairs = drafted(path, "transformers", num_threads, monkeypatch)
     assert sum(one == other for one, other in pairs) == len(pairs)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("kind", BUILT_IN)
-def test_drafts_of_built_in_layers_change_no_token(
-    kind: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_drafts_of_built_in_layers_change_no_bit(
+    kind: str, is_wide: bool, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention sums the keys of several queries in another order than those of one, so that a few log probabilities
-    round otherwise: of 5 of the 36 answers of Falcon-H1, of which each layer attends."""
-    pairs = drafted(kind, "native", num_threads, tmp_path, monkeypatch)
-    assert sum(one.tokens == other.tokens for one, other in pairs) == len(pairs)
-    assert sum(one == other for one, other in pairs) >= 30
-    for one, other in pairs:
-        assert one.logprobs == pytest.approx(other.logprobs, abs=0.05)
+    path = write_model(kind, tmp_path, torch.bfloat16, **(wide_heads(kind) if is_wide else {}))
+    pairs = drafted(path, "native", num_threads, monkeypatch)
+    assert sum(one == other for one, other in pairs) == len(pairs)
 
 
-def drafted(
-    kind: str, impl: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[Answer, Answer]]:
+def wide_heads(kind: str) -> dict[str, int]:
+    """Return entries for heads of 32 elements, for which other kernels attend than for those of 16: where the processor
+    multiplies pairs of bfloat16, these round weights and add scores otherwise for a token than for a prompt."""
+    entries = SERVED[kind]
+    if "num_attention_heads" not in entries or "kv_lora_rank" in entries:
+        return {}
+    return {"head_dim": 32} if "head_dim" in entries else {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def drafted(path: Path, impl: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Answer, Answer]]:
     """Return the answers without a cache and drafts, and with both."""
-    path, whole = write_model(kind, tmp_path, torch.bfloat16), list[list[int]]()
+    whole = list[list[int]]()
     settings = {**_SETTINGS, "num_threads": num_threads, "model_impl": impl}
     cold = make_engine(path, prefix_caching=False, max_num_seqs=_TALKS, **settings)
     propose_from(whole, monkeypatch)

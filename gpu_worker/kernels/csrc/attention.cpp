@@ -3,7 +3,8 @@
 //
 // A call is cut into pieces of work (some queries, one KV head, a range of positions) that threads draw, dearest first.
 // Results of pieces that share queries are partial (an output, its largest score, its sum of weights) and merged.
-// Sums are float32 whatever the dtype. Build as attention.h says.
+// Sums are float32 whatever the dtype. With `span` they have one order: a token of a prompt or draft has the bits that
+// it would have if it was decoded alone. Build as attention.h says.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -20,6 +21,7 @@
 namespace {
 
 constexpr int64_t SHORTEST_PIECE = 256;  // positions of a long decode; other pieces have a multiple of it
+constexpr int RUN_TOKENS = 8;            // that are computed as decodes side by side: their sums stay in the L1 cache
 
 struct Piece {
   int32_t request;  // whose queries, or (group) a member, for its block table
@@ -106,10 +108,10 @@ class Call {
   }
 
   void cut_prefill(int r) {
-    const int count = a.query_starts[r + 1] - a.query_starts[r], before = context(r);
-    for (int first = 0; first < count; first += tokens)
+    const int count = a.query_starts[r + 1] - a.query_starts[r], before = context(r), at_once = tokens_at_once();
+    for (int first = 0; first < count; first += at_once)
       for (int head = 0; head < a.num_kv_heads; ++head) {
-        const int n = std::min(tokens, count - first), most = first + n - 1;
+        const int n = std::min(at_once, count - first), most = first + n - 1;
         const int end = last_seen(a.query_starts[r] + most, before + most) + 1;  // no earlier one sees more
         const int begin = first_seen(before + first) / RUN * RUN;
         // A tile of rows is taken for eight times as dear as a decode over as many positions; threads begin with the
@@ -117,6 +119,9 @@ class Call {
         pieces.push_back({r, -1, first, n, begin, end, head, 1, -1, (int64_t)8 * (end - begin)});
       }
   }
+
+  // In the order of decodes, those with a window begin at positions of their own.
+  int tokens_at_once() const { return !a.span ? tokens : a.window ? 1 : can_decode() ? RUN_TOKENS : tokens; }
 
   void cut_group(int g) {
     const int count = a.group_starts[g + 1] - a.group_starts[g];
@@ -142,6 +147,11 @@ class Call {
     std::vector<Row<T>> rows(piece.count * heads);
     const int num_rows = rows.size();
     for (int i = 0; i < num_rows; ++i) rows[i] = row(piece, piece.first + i / heads, i % heads);
+    if (a.span && piece.group < 0 && !is_decode(piece.request)) return compute_run(piece, table, rows);
+    compute_tile(piece, table, rows);
+  }
+
+  void compute_tile(const Piece& piece, const int32_t* table, const std::vector<Row<T>>& rows) {
 #ifdef ATTEND_WITH_AMX
     if constexpr (std::is_same_v<T, BF16>)
       if (may_use_amx()) return compute_tile<AmxTile, 2, 4>(piece, table, rows);
@@ -193,6 +203,62 @@ class Call {
       go(std::integral_constant<int, 16>());
     }
 #endif
+  }
+
+  // Some tokens of a request, cut and merged as if each was decoded.
+  void compute_run(const Piece& piece, const int32_t* table, std::vector<Row<T>>& rows) {
+    if (piece.end - piece.begin <= a.span) return compute_part(piece, table, rows);
+    const int64_t num_rows = rows.size();
+    const std::vector<Row<T>> whole = rows;
+    std::vector<float> sums(2 * num_rows * PARTIAL);
+    float* part = sums.data() + num_rows * PARTIAL;
+    for (int64_t begin = piece.begin, i = 0; begin < piece.end; begin += a.span) {
+      while (whole[i].last < begin) i += heads;  // later tokens see more
+      rows.assign(whole.begin() + i, whole.end());
+      float* to = begin == piece.begin ? sums.data() : part;
+      for (int64_t r = i; r < num_rows; ++r) rows[r - i].target.partial = to + r * PARTIAL;
+      Piece range = piece;
+      range.begin = begin;
+      range.end = std::min<int64_t>(begin + a.span, piece.end);
+      compute_part(range, table, rows);
+      if (to == part)
+        for (int64_t r = i; r < num_rows; ++r) join(sums.data() + r * PARTIAL, part + r * PARTIAL);
+    }
+    for (int64_t r = 0; r < num_rows; ++r) write(sums.data() + r * PARTIAL, whole[r].target);
+  }
+
+  // A range of positions no longer than `span`, which the last row sees to its end.
+  void compute_part(const Piece& piece, const int32_t* table, const std::vector<Row<T>>& rows) {
+    if (!can_decode()) return compute_tile(piece, table, rows);
+    auto go = [&](auto g) { compute_part<g>(piece, table, rows); };
+    switch (decodes_with_amx() ? 0 : heads) {
+      case 0: return compute_part<0>(piece, table, rows);
+      case 1: return go(std::integral_constant<int, 1>());
+      case 2: return go(std::integral_constant<int, 2>());
+      case 3: return go(std::integral_constant<int, 3>());
+      default: return go(std::integral_constant<int, 4>());
+    }
+  }
+
+  // G: query heads of a KV head; 0: any number, with the matrix unit.
+  template <int G>
+  void compute_part(const Piece& piece, const int32_t* table, const std::vector<Row<T>>& rows) {
+    const int num_tokens = rows.size() / heads;
+#ifdef DECODE_IN_PAIRS
+    if constexpr (std::is_same_v<T, BF16> && G > 0)
+      return RunDecode<G>(a, table, piece.head, rows.data(), num_tokens).run(piece.begin, piece.end);
+#endif
+    std::vector<Target<T>> targets(heads);
+    Piece token = piece;
+    for (int t = 0; t < num_tokens; ++t) {
+      const Row<T>* own = rows.data() + t * heads;
+      for (int g = 0; g < heads; ++g) targets[g] = own[g].target;
+      token.end = std::min(own->last + 1, piece.end);
+      if constexpr (G > 0)
+        compute_decode<G>(token, table, own->query, own->first, targets.data());
+      else
+        compute_decode_amx(token, table, own->query, own->first, targets.data());
+    }
   }
 
   static int max_rows() {
@@ -253,18 +319,23 @@ class Call {
   }
 
   void merge(int r, int head) {
-    float top = LOWEST, weights = 0;
-    const float* first = partials.data() + (first_partial[r] + head) * PARTIAL;
-    const int64_t stride = a.num_heads * PARTIAL;
-    for (int i = 0; i < parts[r]; ++i) top = std::max(top, first[i * stride + D]);
-    Vec o[VECS] = {};
-    for (int i = 0; i < parts[r]; ++i) {
-      const float* part = first + i * stride;
-      const float share = std::exp(part[D] - top);
-      weights += part[D + 1] * share;
-      for (int e = 0; e < VECS; ++e) o[e] += load(part + e * LANES) * share;
-    }
-    Target<T>{out(a.query_starts[r], head), nullptr, sink(head)}.write(o, top, weights);
+    float* sum = partials.data() + (first_partial[r] + head) * PARTIAL;
+    for (int i = 1; i < parts[r]; ++i) join(sum, sum + i * a.num_heads * PARTIAL);
+    write(sum, {out(a.query_starts[r], head), nullptr, sink(head)});
+  }
+
+  // Adds a part's result to those before it. One after the other, so that a run need not keep those of all parts.
+  static void join(float* sum, const float* part) {
+    const float top = std::max(sum[D], part[D]), kept = std::exp(sum[D] - top), share = std::exp(part[D] - top);
+    for (int i = 0; i < D; i += LANES) store(sum + i, load(sum + i) * kept + load(part + i) * share);
+    sum[D] = top;
+    sum[D + 1] = sum[D + 1] * kept + part[D + 1] * share;
+  }
+
+  static void write(const float* sum, const Target<T>& target) {
+    Vec row[VECS];
+    for (int i = 0; i < VECS; ++i) row[i] = load(sum + i * LANES);
+    target.write(row, sum[D], sum[D + 1]);
   }
 };
 

@@ -7,16 +7,19 @@
 
 namespace {
 
+// Rows whose sums are in lanes that differ by n in their number: each lane adds that of its partner.
+inline Vec pair_sums(Vec first, Vec second, int n) {
+  const VecInt lanes = lane_numbers(), of_second = (lanes & n) != 0;
+  const Vec partners = __builtin_shuffle(first, second, of_second ? lanes + (LANES - n) : lanes + n);
+  return (of_second ? second : first) + partners;
+}
+
 // Lane t of the result is the sum of rows[t].
 inline Vec sum_rows(Vec* rows) {
-  const VecInt lanes = lane_numbers();
 #pragma GCC unroll 4
-  for (int n = LANES / 2; n; n /= 2) {
-    const VecInt first = (lanes & n) != 0 ? lanes + (LANES - n) : lanes, second = first + n;
+  for (int n = LANES / 2; n; n /= 2)
 #pragma GCC unroll 8
-    for (int i = 0; i < n; ++i)
-      rows[i] = __builtin_shuffle(rows[i], rows[i + n], first) + __builtin_shuffle(rows[i], rows[i + n], second);
-  }
+    for (int i = 0; i < n; ++i) rows[i] = pair_sums(rows[i], rows[i + n], n);
   return rows[0];
 }
 

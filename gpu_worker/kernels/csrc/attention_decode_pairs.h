@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "attention_decode.h"
+#include "bf16_pairs.h"
 
 #if defined(__AVX512BF16__) && HEAD_SIZE % 32 == 0 && !defined(KV_INT8)
 #define DECODE_IN_PAIRS 1
@@ -41,23 +42,28 @@ class PairDecode {
   }
 
   // Scores of a run from `position` on into column c on. Behind the end the block goes on: what is there is not seen.
+  // FETCHES: whether `next` is to be fetched; otherwise the keys are near, too.
+  template <bool FETCHES = true>
   void score(const BF16* keys, const NextRun& next, int position, int c) {
     __m512bh q[G][PARTS];
     for (int g = 0; g < G; ++g)
       for (int i = 0; i < PARTS; ++i) q[g][i] = bits(_mm512_loadu_si512(query + g * D + i * PART));
-    Vec rows[G][RUN];
-    for (int t = 0; t < RUN; ++t) {
-      next.fetch(t * D, D);
-      Vec sum[G] = {};
-      for (int i = 0; i < PARTS; ++i) {
-        const __m512bh x = bits(_mm512_loadu_si512(keys + t * D + i * PART));
-        for (int g = 0; g < G; ++g) sum[g] = (Vec)_mm512_dpbf16_ps((__m512)sum[g], x, q[g][i]);
+    Vec sum[G];
+    if constexpr (FETCHES) {
+      Vec rows[G][RUN];
+      for (int t = 0; t < RUN; ++t) {
+        next.fetch(t * D, D);
+        const Products row = products(keys + t * D, q);
+        for (int g = 0; g < G; ++g) rows[g][t] = row.of[g];
       }
-      for (int g = 0; g < G; ++g) rows[g][t] = sum[g];
+      for (int g = 0; g < G; ++g) sum[g] = sum_rows(rows[g]);
+    } else {
+      const Products all = sums_of<0, 1>(keys, q);
+      for (int g = 0; g < G; ++g) sum[g] = all.of[g];
     }
     const VecInt positions = lane_numbers() + position;
     for (int g = 0; g < G; ++g) {
-      const Vec s = limited(a, sum_rows(rows[g]) * a.scale);
+      const Vec s = limited(a, sum[g] * a.scale);
       store(&scores[g][c], (positions >= visible) & (positions < end) ? s : splat(LOWEST));
     }
   }
@@ -70,7 +76,7 @@ class PairDecode {
       const float now = std::max(top[g], largest(best));
       Vec total = {};
       for (int i = 0; i < vecs; ++i) {
-        const Vec e = exponential(load(scores[g] + i * LANES) - now);
+        const Vec e = weight_of(load(scores[g] + i * LANES) - now);
         total += e;
         store((BF16*)shares[g] + i * LANES, e);
       }
@@ -81,36 +87,30 @@ class PairDecode {
           for (int half = 0; half < 2; ++half) sums[g][i][half] *= shrink;
         top[g] = now;
       }
-      weights[g] += sum(total);
+      weights[g] += total;
     }
   }
 
   void add_values(const BF16* values, const NextRun& next, int c, int n) {
-    for (int first = 0; first < PARTS; first += AT_ONCE) {
-      Vec sum[G][AT_ONCE][2];
-      for (int g = 0; g < G; ++g)
-        for (int i = 0; i < AT_ONCE; ++i)
-          for (int half = 0; half < 2; ++half) sum[g][i][half] = sums[g][first + i][half];
-      for (int t = 0; t < n; t += 2) {
-        next.fetch((t * PARTS + first * 2) * PART, AT_ONCE * 2 * PART);
-        for (int i = 0; i < AT_ONCE; ++i) {
-          const BF16* row = values + t * D + (first + i) * PART;
-          const __m512i even = _mm512_loadu_si512(row);
-          const __m512i odd = t + 1 < n ? _mm512_loadu_si512(row + D) : _mm512_setzero_si512();
-          const __m512bh lower = bits(_mm512_unpacklo_epi16(even, odd)), upper = bits(_mm512_unpackhi_epi16(even, odd));
-          for (int g = 0; g < G; ++g) {
-            int32_t pair;
-            memcpy(&pair, &shares[g][c + t], sizeof pair);
-            const __m512bh share = bits(_mm512_set1_epi32(pair));
-            sum[g][i][0] = (Vec)_mm512_dpbf16_ps((__m512)sum[g][i][0], share, lower);
-            sum[g][i][1] = (Vec)_mm512_dpbf16_ps((__m512)sum[g][i][1], share, upper);
-          }
-        }
-      }
-      for (int g = 0; g < G; ++g)
-        for (int i = 0; i < AT_ONCE; ++i)
-          for (int half = 0; half < 2; ++half) sums[g][first + i][half] = sum[g][i][half];
-    }
+    for (int first = 0; first < PARTS; first += AT_ONCE)
+      add_parts(first, c, (n + 1) / 2, [&](int p, int i, __m512bh& lower, __m512bh& upper) {
+        const int t = 2 * p;
+        if (i == 0) next.fetch((t * PARTS + first * 2) * PART, AT_ONCE * 2 * PART);
+        const BF16* row = values + t * D + (first + i) * PART;
+        const __m512i even = _mm512_loadu_si512(row);
+        const __m512i odd = t + 1 < n ? _mm512_loadu_si512(row + D) : _mm512_setzero_si512();
+        lower = bits(_mm512_unpacklo_epi16(even, odd));
+        upper = bits(_mm512_unpackhi_epi16(even, odd));
+      });
+  }
+
+  // The same of the first `count` of a span's positions, in pairs as RunDecode keeps them.
+  void add_pairs(const uint32_t (*pairs)[D], int count) {
+    for (int first = 0; first < PARTS; first += AT_ONCE)
+      add_parts(first, 0, (count + 1) / 2, [&](int p, int i, __m512bh& lower, __m512bh& upper) {
+        lower = bits(_mm512_load_si512(pairs[p] + (first + i) * PART));
+        upper = bits(_mm512_load_si512(pairs[p] + (first + i) * PART + LANES));
+      });
   }
 
   // The elements in their order again.
@@ -121,7 +121,7 @@ class PairDecode {
       row[2 * i] = __builtin_shuffle(sums[g][i][0], sums[g][i][1], low);
       row[2 * i + 1] = __builtin_shuffle(sums[g][i][0], sums[g][i][1], high);
     }
-    target.write(row, top[g], weights[g]);
+    target.write(row, top[g], sum(weights[g]));
   }
 
  private:
@@ -131,12 +131,65 @@ class PairDecode {
   const Args& a;
   const BF16* query;
   const int end, visible;
-  float top[G], weights[G] = {};
+  float top[G];
+  Vec weights[G] = {};  // their sum, by position
   alignas(64) float scores[G][SPAN];
   alignas(64) uint16_t shares[G][SPAN];  // the softmax's weights
   Vec sums[G][PARTS][2] = {};            // of each part the lower and the upper four of every eight elements
 
   static __m512bh bits(__m512i x) { return (__m512bh)x; }
+
+  // Adds `count` pairs of values from column c on to the sums of AT_ONCE parts: read(pair, part, lower, upper) gets each.
+  template <class F>
+  __attribute__((always_inline)) void add_parts(int first, int c, int count, F&& read) {
+    Vec sum[G][AT_ONCE][2];
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < AT_ONCE; ++i)
+        for (int half = 0; half < 2; ++half) sum[g][i][half] = sums[g][first + i][half];
+    for (int p = 0; p < count; ++p)
+      for (int i = 0; i < AT_ONCE; ++i) {
+        __m512bh lower, upper;
+        read(p, i, lower, upper);
+        for (int g = 0; g < G; ++g) {
+          int32_t pair;
+          memcpy(&pair, &shares[g][c + 2 * p], sizeof pair);
+          const __m512bh share = bits(_mm512_set1_epi32(pair));
+          sum[g][i][0] = (Vec)_mm512_dpbf16_ps((__m512)sum[g][i][0], share, lower);
+          sum[g][i][1] = (Vec)_mm512_dpbf16_ps((__m512)sum[g][i][1], share, upper);
+        }
+      }
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < AT_ONCE; ++i)
+        for (int half = 0; half < 2; ++half) sums[g][first + i][half] = sum[g][i][half];
+  }
+
+  // Of each head a vector: the products with a key, or the sums of such vectors.
+  struct Products {
+    Vec of[G];
+  };
+
+  static Products products(const BF16* key, const __m512bh (&q)[G][PARTS]) {
+    Products row = {};
+    for (int i = 0; i < PARTS; ++i) {
+      const __m512bh x = bits(_mm512_loadu_si512(key + i * PART));
+      for (int g = 0; g < G; ++g) row.of[g] = (Vec)_mm512_dpbf16_ps((__m512)row.of[g], x, q[g][i]);
+    }
+    return row;
+  }
+
+  // What sum_rows() makes of all products, from keys in an order in which few vectors wait for their partners: registers
+  // hold them, which a fifth of a prompt's attention is saved by. Keys from memory are better read one after the other.
+  template <int FIRST, int N>
+  __attribute__((always_inline)) static Products sums_of(const BF16* keys, const __m512bh (&q)[G][PARTS]) {
+    if constexpr (N == RUN) {
+      return products(keys + FIRST * D, q);
+    } else {
+      Products first = sums_of<FIRST, 2 * N>(keys, q);
+      const Products second = sums_of<FIRST + N, 2 * N>(keys, q);
+      for (int g = 0; g < G; ++g) first.of[g] = pair_sums(first.of[g], second.of[g], N);
+      return first;
+    }
+  }
 };
 
 }  // namespace

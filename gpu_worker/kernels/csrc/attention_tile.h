@@ -43,8 +43,10 @@ class Tile {
         values[b] = run_of(a.value, table, head, from, end, value_copies[b]);
       }
       score();
-      if (!all_seen(start, end)) hide(start, end);
+      const bool hides = !all_seen(start, end);
+      if (hides) hide(start, end, LOWEST);
       weigh();
+      if (hides) hide(start, end, 0);  // e^-87 is their weight otherwise
       add_values();
     }
     write();
@@ -106,14 +108,15 @@ class Tile {
     return true;
   }
 
-  void hide(int start, int end) {
+  // What a row does not see becomes `value`.
+  void hide(int start, int end, float value) {
     for (int t = 0; t < TILE; ++t)
       for (int i = 0; i < V; ++i) {
         const int position = start + t;
         VecInt seen = last[i] >= position;
         if (a.window) seen &= first[i] <= position;
         if (position >= end) seen = VecInt{};
-        store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : splat(LOWEST));
+        store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : splat(value));
       }
   }
 

@@ -12,9 +12,10 @@ namespace {
 
 constexpr int PAIR = 2;  // bfloat16 numbers that the processor multiplies together
 
-// e^x for x ≤ 0, within 2e-4 of it, which is finer than what it is rounded to; exactly 1 for 0.
+// e^x for x ≤ 0, within 2e-4 of it, which is finer than what it is rounded to; exactly 1 for 0, and 0 for what is not
+// seen: otherwise a value of 0 would get some 1e-38 from later tokens.
 inline Vec weight_of(Vec x) {
-  const Vec t = maximum(splat(-126.f), x * 1.44269504f);  // in this order a NaN stays one
+  const Vec t = maximum(splat(-256.f), x * 1.44269504f);  // in this order a NaN stays one
   const Vec n = _mm512_roundscale_ps(t, 0), f = t - n;
   const Vec p = ((f * 5.5167763e-2f + 2.4225464e-1f) * f + 6.9325576e-1f) * f + 1.f;  // 2^f on [-0.5, 0.5]
   return _mm512_scalef_ps(p, n);

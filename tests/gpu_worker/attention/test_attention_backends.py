@@ -50,6 +50,23 @@ def test_torch_takes_the_place_of_missing_kernels_with_one_warning(
     assert "no C++ compiler" in record.getMessage()
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "dtype", "found"),
+    [
+        ("auto", torch.bfloat16, "cpu-tokenwise"),
+        ("cpu", torch.bfloat16, "cpu"),
+        ("auto", torch.float32, "cpu"),
+    ],
+)
+def test_beside_states_each_token_has_an_order_of_its_own(name: str, dtype: torch.dtype, found: str) -> None:
+    config = shape(2, dtype)
+    config.states = object()
+    backend = make_attention_backend(name, config, 16, CPU)
+    assert backend.name == found
+    assert isinstance(backend, cpu_backend.TokenwiseBackend) == (found == "cpu-tokenwise")
+
+
 def test_unknown() -> None:
     with pytest.raises(ValueError, match="must be one of auto, cpu, torch, triton, reference, not 'flash'"):
         make_attention_backend("flash", shape(2), 16, CPU)

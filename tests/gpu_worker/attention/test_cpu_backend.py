@@ -215,7 +215,9 @@ def differing_parts(backend: CPUBackend, step: Step, rule: ScoreRule) -> int:
     starts, ends = step.arrays["cu_query_lens"].tolist(), step.arrays["seq_lens"].tolist()
     count = 0
     for request, (begin, end, length) in enumerate(zip(starts, starts[1:], ends, strict=False)):
-        for first, stop in ((begin, (begin + end + 1) // 2), ((begin + end) // 2, end), (end - 1, end)):
+        halves = ((begin, (begin + end + 1) // 2), ((begin + end) // 2, end))
+        tokens = range(begin if end - begin < 10 else end - 1, end)
+        for first, stop in (*halves, *((token, token + 1) for token in tokens)):
             plan = backend.plan(
                 np.array([0, stop - first]),
                 np.array([length - (end - stop)]),
@@ -227,9 +229,16 @@ def differing_parts(backend: CPUBackend, step: Step, rule: ScoreRule) -> int:
     return count
 
 
-TOKENWISE = ALL | SHARED | {"chunks behind long prompts": ([40, 1, 30, 1], [2100, 2100, 1030, 1024])}
+TOKENWISE = {
+    **ALL,
+    **SHARED,
+    "chunks behind long prompts": ([40, 1, 30, 1], [2100, 2100, 1030, 1024]),
+    "drafts beside decodes": ([4, 1, 5, 9, 2], [700, 30, 1027, 2100, 2]),
+}
 KERNELS = [
     ((4, 2, 16), None, "plain"),
+    ((2, 2, 64), None, "plain"),
+    ((6, 2, 64), None, "plain"),
     ((8, 2, 64), None, "plain"),
     ((6, 1, 128), None, "plain"),
     ((4, 2, 32), None, "both"),

@@ -155,6 +155,12 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
     def profile(start: bool, prefix: str = "") -> None:
         _profile(core.executor, start, prefix)
 
+    def lend_request(request_id: str, lease_id: bytes, num_bound: int) -> str:
+        """Let another engine go on with a running request. Returns why it stays; empty: it is lent."""
+        if request_id in core.sessions.live:
+            return "its session stays on this engine"
+        return core.scheduler.lend_request(request_id, lease_id, num_bound)
+
     return {
         **_adapter_methods(core.adapters),
         "reset_prefix_cache": core.reset_prefix_cache,
@@ -169,6 +175,8 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "check_weights": core.sleeping.check_weights,
         "reload_weights": core.sleeping.reload_weights,
         "share_kv": core.scheduler.share_kv,
+        "lend_request": lend_request,
+        "keep_request": core.scheduler.keep_request,
         "profile": profile,
         "collective_rpc": collective_rpc,
         "check_health": core.check_health,

@@ -110,6 +110,8 @@ REQUEST_ENDED = "request_ended"
 leg waits for tokens that do not come and is aborted, so this is no failure, and nothing is computed again."""
 LEASE_ENDS = (*KV_FAILURES, REQUEST_ENDED)
 """What an owner may answer about a lease that it does not have."""
+ENDS_SOON = "it ends within a few tokens"
+"""Why a running request is not lent that has hardly any tokens left: another engine would not save any."""
 
 
 # KV thread → front.

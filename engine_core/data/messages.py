@@ -300,7 +300,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error: str = ""
     """The error message with ``FinishReason.ERROR``; may be shown to clients."""
     kv_granted_tokens: int = 0
-    """Prefill leg, once when first scheduled: the number of tokens that the lease covers."""
+    """Prefill leg, once when first scheduled, and a running request when it is lent: the number of tokens that the
+    lease covers."""
     kv_wait_ns: int = 0
     """Decode leg, with the first output: the time spent waiting for remote KV."""
     new_logprobs: Logprobs | None = None
@@ -325,6 +326,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """The result of a pooling request: [], [n] or [tokens, n]."""
     preempted_at: tuple[int, ...] = ()
     """With ``finish_reason``: output tokens that the request had at each preemption, the first ones of many."""
+    is_kept: bool = False
+    """A running request that was lent is not any more: it goes on here."""
 
 
 PREEMPTED_OUTCOMES = ("kept", "loaded", "computed")

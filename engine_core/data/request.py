@@ -78,7 +78,10 @@ class RemoteKVState:
         "hits_lost",
         "is_waiting",
         "lease_id",
+        "num_bound",
         "num_external_tokens",
+        "num_lent",
+        "own_limit",
         "resume_status",
         "target",
         "wait_ns",
@@ -103,6 +106,13 @@ class RemoteKVState:
         """The status to return to after waiting."""
         self.waiting_since_ns = 0
         self.wait_ns = 0
+        self.num_lent = 0
+        """While the request is handed over to another engine: how many tokens the lease covers, more than are known at
+        first; 0: it is not."""
+        self.num_bound = 0
+        """With ``num_lent``: how many of them the lease names by their ids."""
+        self.own_limit = 0
+        """With ``num_lent``: ``max_num_tokens`` of the request, should it stay."""
 
 
 class SessionReturn(NamedTuple):
@@ -123,8 +133,8 @@ class RequestState:
     """Holds the slot of a request, which has the state after all of its computed tokens."""
 
     __slots__ = (
-        *("draft_slot", "fork", "hit", "is_kept", "last", "lent_slot", "message", "num_drafts", "num_verifying"),
-        "slot",
+        *("draft_slot", "fork", "hit", "is_kept", "last", "lent_at", "lent_slot", "message", "num_drafts"),
+        *("num_verifying", "slot"),
     )
 
     def __init__(self) -> None:
@@ -143,8 +153,9 @@ class RequestState:
         self.message = 0
         """The same of the message before the prompt's last one."""
         self.lent_slot = -1
-        """The slot that takes the state after all known tokens, because another engine will read it; -1: none does, or
-        it has it by now."""
+        """The slot that takes the state after ``lent_at`` tokens, because another engine will read it; -1: none does,
+        or it has it by now."""
+        self.lent_at = 0
         self.hit = b""
         """The hash under which the state was found that the request began with; empty: it began from zero."""
         self.fork = 0

@@ -42,6 +42,9 @@ class _PooledKV(ABC):
     def park(self, request: RequestKV) -> None:  # noqa: B027
         """Do nothing: what a preempted request has computed is found by its tokens."""
 
+    def end_lending(self, request: RequestKV) -> None:  # noqa: B027
+        """Do nothing: blocks that were chosen for a lease are the request's next ones."""
+
     def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
         """Return where a request that loads its first ``num_tokens`` tokens has them."""
         return request.block_ids
@@ -149,15 +152,31 @@ class KVCacheManager(_PooledKV):
     def reserve(self, request: RequestKV) -> list[int]:
         """Allocate blocks for all tokens of an admitted request that another engine will read. Returns its table of
         these."""
-        num_missing = -(-len(request.all_token_ids) // self.block_size) - len(request.block_ids)
         # A reader pulls while the prefill runs, so it has to know all ids with the first chunk, not one chunk at a
         # time.
-        request.block_ids += self.pool.allocate(num_missing)
-        return request.block_ids[: -(-len(request.all_token_ids) // self.block_size)]
+        return self._fill(request, request.num_tokens)
+
+    def lend(self, request: RequestKV, num_tokens: int) -> list[int] | None:
+        """Choose blocks for the first ``num_tokens`` tokens of a running request, more than it has. Returns its table
+        of these; None if too few are free."""
+        total = -(-num_tokens // self.block_size)
+        num_new = max(0, total - len(request.block_ids) - len(request.reserved_block_ids))
+        if num_new > self.pool.num_free:
+            return None
+        # Not in its table yet: the worker knows that, and gets each block with the step that needs it.
+        request.reserved_block_ids += self.pool.allocate(num_new)
+        return (request.block_ids + request.reserved_block_ids)[:total]
 
     def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
-        """Allocate blocks for all tokens of an admitted request, of which ``num_external_tokens`` will be loaded."""
-        KVCacheManager.reserve(self, request)
+        """Allocate blocks for all tokens of an admitted request, and for the ``num_external_tokens`` that it will load
+        behind those it has: of a running request that another engine lends, the last ones are not known yet."""
+        self._fill(request, max(request.num_tokens, request.num_computed_tokens + num_external_tokens))
+
+    def _fill(self, request: RequestKV, num_tokens: int) -> list[int]:
+        """Give a request blocks for its first ``num_tokens`` tokens. Returns its table of these."""
+        total = -(-num_tokens // self.block_size)
+        request.block_ids += self.pool.allocate(total - len(request.block_ids))
+        return request.block_ids[:total]
 
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
@@ -168,9 +187,13 @@ class KVCacheManager(_PooledKV):
         num_missing = -(-end // self.block_size) - len(request.block_ids)
         new_block_ids: list[int] = []
         if num_missing > 0:
-            if num_missing > self.pool.num_free:
+            reserved = request.reserved_block_ids
+            if num_missing - len(reserved) > self.pool.num_free:
                 return None
-            new_block_ids = self.pool.allocate(num_missing)
+            if reserved:  # which another engine reads as soon as they are filled
+                new_block_ids, request.reserved_block_ids = reserved[:num_missing], reserved[num_missing:]
+                num_missing -= len(new_block_ids)
+            new_block_ids += self.pool.allocate(num_missing)
             request.block_ids += new_block_ids
         if self.enable_prefix_caching and end // self.block_size > request.num_registered_blocks:
             # A token in flight is not known yet, so its block has no hash.
@@ -187,6 +210,9 @@ class KVCacheManager(_PooledKV):
     def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed. ``turn``: of the
         session whose next turn is likely to hit it; None: nothing says that any request will."""
+        if request.reserved_block_ids:
+            self.pool.release(request.reserved_block_ids)
+            request.reserved_block_ids = []
         if turn is None:
             self.pool.release(request.block_ids)
         else:
@@ -300,9 +326,20 @@ class GroupedKVCacheManager(_PooledKV):
     def reserve(self, request: RequestKV) -> list[int]:
         """Choose the blocks of an admitted request that another engine will read. Returns its table of these blocks:
         all of the groups of full attention, and the last window of the others."""
+        return self._reserve(request, request.num_tokens)
+
+    def lend(self, request: RequestKV, num_tokens: int) -> list[int] | None:
+        """Choose blocks for the first ``num_tokens`` tokens of a running request, more than it has. Returns what
+        :meth:`reserve` returns; None if too few are free."""
+        num_held = len(request.block_ids) + len(request.reserved_block_ids)
+        if self._blocks_for(num_tokens) * self.num_groups - num_held > self.pool.num_free:
+            return None
+        return self._reserve(request, num_tokens)
+
+    def _reserve(self, request: RequestKV, num_tokens: int) -> list[int]:
         # A reader learns the blocks when the prefill begins, while a window's last blocks would be allocated at its
         # end. Those in between come and go with the chunks: keeping all would take the memory that groups save.
-        total, first_lent = self._blocks_for(request.num_tokens), self._first_seen(request.num_tokens - 1)
+        total, first_lent = self._blocks_for(num_tokens), self._first_seen(num_tokens - 1)
         begin = (len(request.block_ids) + len(request.reserved_block_ids)) // self.num_groups
         request.reserved_block_ids += self._allocate_from(first_lent, begin, total)
         table = request.block_ids + request.reserved_block_ids
@@ -315,9 +352,7 @@ class GroupedKVCacheManager(_PooledKV):
         """Allocate the blocks that an admitted request loads after its hits; those that it will not see are left out,
         and given up if it hit them. Blocks that another engine does not send are shared if the pool has them."""
         end = request.num_computed_tokens + num_external_tokens
-        # The last token is computed here even if its KV is loaded, because its logits are needed. Its window decides
-        # what stays.
-        position = min(end, request.num_tokens - 1)
+        position = _first_computed(request, end)  # its window decides what stays
         self._give_up_unseen(request, position)
         begin, first = len(request.block_ids) // self.num_groups, self._first_seen(position)
         is_from_tier = request.remote is not None and request.remote.target is None
@@ -418,7 +453,7 @@ class GroupedKVCacheManager(_PooledKV):
     def _has_room_to_load(self, request: RequestKV, hits: list[int], num_spare: int, num_external_tokens: int) -> bool:
         """Return whether the blocks that a request would load and those of its hits that it would keep fit."""
         end = self.num_hit_tokens(hits) + num_external_tokens
-        first = self._first_seen(min(end, request.num_tokens - 1))
+        first = self._first_seen(_first_computed(request, end))
         num_held, total = len(hits) // self.num_groups, self._blocks_for(end)
         num_new = sum(max(0, total - max(num_held, index)) for index in first)
         kept = [
@@ -459,3 +494,12 @@ class GroupedKVCacheManager(_PooledKV):
             block_id == NULL_BLOCK or self.pool.find(group_key(block_hash, group)) is not None
             for group, block_id in enumerate(self._entries(request, index))
         )
+
+
+def _first_computed(request: RequestKV, end: int) -> int:
+    """Return the first position that a request computes which loads its first ``end`` tokens, or an earlier one."""
+    # The last token is computed here even if its KV is loaded, because its logits are needed. Of a request that another
+    # engine lends, the last tokens that it loads are not known yet, and more will follow.
+    if request.remote is not None and request.remote.awaits_tokens:
+        return end - 1
+    return min(end, request.num_tokens - 1)

@@ -55,6 +55,13 @@ class KVManager(Protocol):
         """Choose the blocks of an admitted request that another engine will read, and the slot. Returns its table of
         these."""
 
+    def lend(self, request: RequestKV, num_tokens: int) -> list[int] | None:
+        """Do the same for the first ``num_tokens`` tokens of a running request, more than it has. None: there is no
+        room. The worker learns of the new blocks as of others, when steps fill them."""
+
+    def end_lending(self, request: RequestKV) -> None:
+        """Note that no other engine goes on with a running request. Blocks that were chosen stay its next ones."""
+
     def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
         """Allocate the blocks that an admitted request loads after its hits."""
 

@@ -151,7 +151,22 @@ class StateKVCacheManager(KVCacheManager):
     def reserve(self, request: RequestKV) -> list[int]:
         """Choose the blocks of an admitted request that another engine will read, and the slot for the state after
         all of its tokens. Returns its table of these."""
-        return [*super().reserve(request), self.pool_id(self.states.lend(request))]
+        return [*super().reserve(request), self.pool_id(self.states.lend(request, request.num_tokens))]
+
+    def lend(self, request: RequestKV, num_tokens: int) -> list[int] | None:
+        """Choose the blocks and the slot of a running request that another engine goes on with after ``num_tokens``
+        tokens, more than it has. Returns its table of these; None if there is no room."""
+        # Another slot stays free for what the next steps keep.
+        if self.states.pool.num_free < 2 or (table := super().lend(request, num_tokens)) is None:
+            return None
+        return [*table, self.pool_id(self.states.lend(request, num_tokens))]
+
+    def end_lending(self, request: RequestKV) -> None:
+        """Give the slot back that was chosen for a lease."""
+        assert request.state is not None, "it runs"
+        if request.state.lent_slot >= 0:
+            self.states.pool.release([request.state.lent_slot])
+            request.state.lent_slot = -1
 
     def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
         """Allocate the blocks that an admitted request loads after its hits, and a slot. Blocks that the pool has are

@@ -131,7 +131,7 @@ class StateSlotPool:
             # A slot for what is kept is no reason to stop another request, or this one.
             is_kept = stop in kept and (stop == end or self.pool.num_free > 1)
             read = state.slot
-            if state.lent_slot >= 0 and stop == request.num_tokens:
+            if state.lent_slot >= 0 and stop == state.lent_at:
                 state.slot, state.lent_slot = state.lent_slot, -1
             elif state.is_kept:
                 state.slot = self._take(read)
@@ -272,14 +272,15 @@ class StateSlotPool:
         if self._keeps_any:
             self._choose_ends(request, state)
 
-    def lend(self, request: RequestKV) -> int:
-        """Choose the slot for the state after all tokens of an admitted request, which another engine will read.
+    def lend(self, request: RequestKV, num_tokens: int) -> int:
+        """Choose the slot for the state after ``num_tokens`` tokens of an admitted request, which another engine will
+        read.
 
-        The reader learns it when the prefill begins; only the last run of the prefill writes to it.
+        The reader learns it before they are computed; only the run that computes the last of them writes to it.
         """
         assert request.state is not None, "it was admitted"
         [slot] = self.pool.allocate(1)
-        request.state.lent_slot = slot
+        request.state.lent_slot, request.state.lent_at = slot, num_tokens
         return slot
 
     def begin_load(self, request: RequestKV) -> None:

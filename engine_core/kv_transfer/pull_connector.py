@@ -88,10 +88,13 @@ class PullConnector:
             self._order_load(request, remote.target, block_ids, num_external_tokens)
         elif remote.lease_id and not remote.is_waiting:
             salt = content_salt(request.cache_salt, request.prompt_embeds, request.media)
+            num_tokens, bound = request.num_tokens, request.all_token_ids
+            if remote.num_lent:  # its last tokens are not known yet
+                num_tokens, bound = remote.num_lent, bound[: remote.num_bound]
             # At the start of the prefill and not at its end: the reader acquires the lease while the prompt is still
             # computed.
-            digest = prompt_digest(request.all_token_ids, salt)
-            lease = self._leases.grant(remote.lease_id, request.request_id, block_ids, request.num_tokens, digest)
+            digest = prompt_digest(bound, salt)
+            lease = self._leases.grant(remote.lease_id, request.request_id, block_ids, num_tokens, digest)
             self._prefills[request.request_id] = request, lease
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PullMetadata | None:
@@ -100,8 +103,8 @@ class PullConnector:
         scheduled = scheduler_output.num_scheduled_tokens
         ready = [
             # The lease object and not the request's id: a preempted request may have another lease when this step's
-            # result arrives.
-            (lease, request.num_computed_tokens)
+            # result arrives. No more than the tokens that are known: drafts may be wrong.
+            (lease, min(request.num_computed_tokens, request.num_tokens))
             for request_id, (request, lease) in self._prefills.items()
             if request_id in scheduled
         ]
@@ -115,17 +118,25 @@ class PullConnector:
 
     def request_preempted(self, request: RequestKV) -> None:
         if self._prefills.pop(request.request_id, None) is not None:
-            self._drop_lease(request.request_id, "lease_revoked")
+            # One that was lent goes on here: its reader waits for tokens that do not come, and nothing failed.
+            is_lent = request.remote is not None and request.remote.num_lent > 0
+            self._drop_lease(request.request_id, REQUEST_ENDED if is_lent else "lease_revoked")
 
     def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._forget_target(request)
-        if self._prefills.pop(request.request_id, None) is None:
+        if (prefill := self._prefills.pop(request.request_id, None)) is None:
             return False
-        if is_prefilled:
+        if is_prefilled and request.state is not None and request.state.lent_slot >= 0:
+            self._drop_lease(request.request_id, "lease_revoked")  # no step has written the state after its tokens
+        elif is_prefilled:
+            # The token after them was sampled. With steps in flight the last of them was not known when it was planned.
+            self._leases.publish(prefill[1], prefill[1].num_tokens)
+            self._service.leases_changed()
             is_kept = self._leases.keep(request.request_id)
             self._service.on_wake()  # the lease's time starts now, and the KV thread may be asleep
             return is_kept and not self._failpoints.fires("blocks_reused")
-        self._drop_lease(request.request_id, REQUEST_ENDED)
+        else:
+            self._drop_lease(request.request_id, REQUEST_ENDED)
         return False
 
     def request_aborted(self, request_id: str) -> None:

@@ -305,7 +305,9 @@ class Drafts:
                 continue  # it computes tokens that it had before, or its drafts were wrong since it got these
             # A slot stays free for each request, too; and drafts follow one token, no others that are computed again.
             if states is not None and (
-                states.pool.num_free <= num_running or scheduled.num_scheduled_tokens[request_id] > 1
+                states.pool.num_free <= num_running
+                or scheduled.num_scheduled_tokens[request_id] > 1
+                or (request.kv.state is not None and request.kv.state.lent_slot >= 0)  # one step must end there
             ):
                 continue
             most = min(len(drafts), self._max_drafts, num_rows, request.max_num_tokens - num_tokens - 1)

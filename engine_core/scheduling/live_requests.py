@@ -304,7 +304,9 @@ class Admission:
             if self._kv.states is not None and self._kv.states.fewest_tokens(request.kv, num_here) > max_tokens:
                 return None
             num_tokens = request.num_tokens
-            if not self._reserve_full_prompt and request.kv.remote is None and not num_external:
+            if num_external:
+                num_tokens = max(num_tokens, num_here + num_external)
+            elif not self._reserve_full_prompt and request.kv.remote is None:
                 num_tokens = min(num_tokens, num_here + min(max_tokens, self._max_chunk))
             if self._admit(request, hits, num_tokens, num_external, others_run=others_run):
                 if not num_external:

@@ -112,6 +112,8 @@ class Scheduler:
         num_parts = max(num_stages, 2) if overlaps_drafts and not defers_drafts else num_stages
         self._planner = StepPlanner(scheduler, live, self.kv, self._remote, recorder, clock, adapters, num_parts)
         self.ended = EndedRequests(live, self.kv, self._remote, grammars, self._in_flight, recorder, adapters)
+        if self._remote is not None:
+            self._remote.on_kept = lambda output: self.ended.outputs.append(output)
         self.drafts: Drafts | None = None
         if speculative is not None:
             self.drafts = Drafts(speculative, self.requests, self.kv, grammars, clock, defers=defers_drafts)
@@ -186,6 +188,30 @@ class Scheduler:
         if self.media is not None:
             self._is_stalled = False
             self.media.reset()
+
+    def lend_request(self, request_id: str, lease_id: bytes, num_bound: int) -> str:
+        """Let another engine go on with a running request, as :meth:`.RemoteKV.lend` does. Returns why it stays; empty:
+        the next step's output has the lease."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return "it has ended"
+        if self._remote is None:
+            return "this engine does not exchange KV with others"
+        if request.status is not RequestStatus.RUNNING or request.pooling_params is not None:
+            return "it waits to run"
+        if self.pause_state is PauseState.PAUSED_ALL or self._is_held:
+            return "the engine is paused"
+        lent = self._remote.lend(request, lease_id, num_bound)
+        if isinstance(lent, str):
+            return lent
+        self.ended.outputs.append(lent)
+        return ""
+
+    def keep_request(self, request_id: str) -> None:
+        """Let a running request that was lent go on here."""
+        request = self.requests.get(request_id)
+        if request is not None and self._remote is not None and request.status is RequestStatus.RUNNING:
+            self._remote.keep(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without an output. Unknown ids are requests that have ended meanwhile. A bug that ending one of

@@ -288,7 +288,7 @@ class StepPlanner:
     def requeue(self, request: Request, status: RequestStatus) -> None:
         """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""
         if self._remote is not None:
-            self._remote.connector.request_preempted(request.kv)
+            self._remote.preempted(request)
         if status is RequestStatus.PREEMPTED:
             self._kv.park(request.kv)
         self._kv.free(request.kv)

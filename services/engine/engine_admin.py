@@ -30,6 +30,7 @@ from tokenloom.v1 import coordinator_pb2, engine_pb2, engine_pb2_grpc, types_pb2
 from .control.loras import to_adapter, to_state
 from .control.pause import MODES
 from .control.role import NAMES, Role
+from .kv.kv_front import counted
 from .running_engine import RunningEngine
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,9 @@ class Administration:
         if self._engine.kv is None:
             raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
         await self.role.change(role)
+        if role == types_pb2.ENGINE_ROLE_PREFILL and self._engine.kv.owner is not None:
+            # What it decodes would delay prompts until it ends. New requests go elsewhere by now.
+            await self._engine.kv.moves.move("", "")
 
     async def load_weights(self, path: str) -> None:
         """Load the weights of a checkpoint unless the engine has them. Raises as :meth:`Weights.reload`."""
@@ -251,6 +255,13 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def PinLora(self, request: engine_pb2.PinLoraRequest, context: Any) -> engine_pb2.PinLoraResponse:
         await self._loras.pin(request.name, pinned=request.pinned)
         return engine_pb2.PinLoraResponse()
+
+    async def MoveRequests(
+        self, request: engine_pb2.MoveRequestsRequest, context: Any
+    ) -> engine_pb2.MoveRequestsResponse:
+        if (kv := self._engine.kv) is None or kv.owner is None:
+            raise FailedPrecondition("the engine serves no KV to others; start it with --kv-transports")
+        return counted(await kv.moves.move(request.request_id, request.target))
 
     async def Reconfigure(self, request: engine_pb2.ReconfigureRequest, context: Any) -> engine_pb2.ReconfigureResponse:
         await self._engine.resize_group(request.data_parallel_size)

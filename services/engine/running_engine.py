@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 STOPPED = "The engine has stopped; retry the request."
 DAMAGED = "damaged_weights"
 """The kind of the fall-back, and the first word of the log's lines about it."""
+MOVE_SECONDS = 20.0
+"""How long running requests may take to move away when the engine drains: they go on for some steps meanwhile."""
 CLOSE_SECONDS = 1.0
 """How long peers may take to read the last frames when the engine ends."""
 
@@ -81,14 +83,21 @@ class RunningEngine:
     async def drain(self) -> None:
         """Refuse new requests, and return when the live ones are answered and all leases have ended.
 
-        Output processors continue elsewhere what ends with TRY_ELSEWHERE: at once in the mode ``migrate``, or if the
-        engine is paused, because nothing would end by itself then.
+        In the mode ``migrate`` requests that run move to other engines with their KV. Output processors begin anew
+        elsewhere what ends with TRY_ELSEWHERE: in that mode what cannot move, and all if the engine is paused, because
+        nothing would end by itself then.
         """
         reason = "The engine is draining; retry the request."
         # New requests are refused and the state is published before anything is ended: what ends now is placed again at
         # once, and must not come back here.
         self._leave(reason, coordinator_pb2.ENGINE_STATE_DRAINING)
         is_paused = self.pause.leave()
+        if self.drain_mode == "migrate" and not is_paused and self.kv is not None and self.kv.owner is not None:
+            try:
+                async with asyncio.timeout(MOVE_SECONDS):
+                    await self.kv.moves.leave(TryElsewhere(reason))
+            except TimeoutError:  # steps take long, or the core hangs
+                log.warning("some requests have not moved within %g s and begin anew elsewhere", MOVE_SECONDS)
         if is_paused or self.drain_mode == "migrate":
             self.streams.fail_live(TryElsewhere(reason))
         await self.streams.idle()

@@ -30,11 +30,13 @@ def main() -> int:
     lies: Counter[str] = Counter()
     moves: Counter[str] = Counter()
     violated: list[int] = []
+    num_migrations = 0
     for seed, result in zip(seeds, _results(seeds, arguments), strict=True):
         outcomes += result.outcomes
         faults.update(fault.kind for fault in result.happened)
         lies += result.lies
         moves += result.moves
+        num_migrations += result.num_migrations
         if result.violations:
             violated.append(seed)
         if result.violations or arguments.verbose:
@@ -45,6 +47,7 @@ def main() -> int:
     print("faults:", *(f"{count:8} {kind}" for kind, count in faults.most_common()), sep="\n")
     print(*(f"{count:8} lies: {kind}" for kind, count in lies.most_common()), sep="\n", end="\n" if lies else "")
     print(*(f"{count:8} {kind}" for kind, count in moves.most_common()), sep="\n", end="\n" if moves else "")
+    print(f"requests moved: {num_migrations}")
     print(f"violated: {violated or 'none'}")
     return 1 if violated else 0
 
@@ -63,6 +66,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--images", action="store_true", help="send images, and kill what encodes them")
     parser.add_argument("--liars", action="store_true", help="let parts send invalid messages")
     parser.add_argument("--movers", action="store_true", help="let clients repeat their requests at other gateways")
+    parser.add_argument("--migrations", action="store_true", help="move running requests from engine to engine")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -81,6 +85,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 has_images=arguments.images,
                 has_liars=arguments.liars,
                 has_movers=arguments.movers,
+                has_migrations=arguments.migrations,
             )
         if result.violations:
             _show(result)
@@ -102,6 +107,7 @@ def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Re
         has_images=arguments.images,
         has_liars=arguments.liars,
         has_movers=arguments.movers,
+        has_migrations=arguments.migrations,
     )
     if jobs == 1:
         yield from map(run, seeds)

@@ -11,6 +11,7 @@ from tokenloom.services.coordinator.engines.engine_stream import to_duration
 from tokenloom.v1 import engine_pb2 as pb
 from tokenloom.v1.coordinator_pb2 import SetDesiredStateRequest, SetDesiredStateResponse
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
 from .mesh import Mesh, SimulatedEngine, address
 from .parts import Part
@@ -160,3 +161,38 @@ def _knows(part: Part, revision: int) -> bool:
         known: int = part.service.engine.identity.facts.desired.revision
         return known >= revision
     return False
+
+
+_MOVE_SECONDS = 0.4
+"""Between two moves, at most."""
+
+
+class Mover:
+    """Moves requests from engine to engine while clients wait for them.
+
+    Attributes:
+        moved, stayed: How many outputs have.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.moved = self.stayed = 0
+        self._mesh = mesh
+        self._random = Random(f"mover {mesh.plan.seed}")
+        self._process = Process("mover")
+
+    async def run(self) -> None:
+        """Ask one engine after the other, without end."""
+        random = self._random
+        while True:
+            await asyncio.sleep(random.uniform(0.01, _MOVE_SECONDS))
+            source = random.choice(self._mesh.plan.engines)
+            target = random.choice((*self._mesh.plan.engines, "", "", "engine-9"))
+            channel = Channel(self._mesh.network, self._process, address(source))
+            try:
+                answer: pb.MoveRequestsResponse = await EngineAdminStub(channel).MoveRequests(
+                    pb.MoveRequestsRequest(target=target), timeout=PATIENCE_SECONDS
+                )
+            except grpc.aio.AioRpcError:
+                continue
+            self.moved += answer.moved
+            self.stayed += answer.stayed

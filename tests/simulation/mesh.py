@@ -118,7 +118,8 @@ class Mesh:
                 _output_processor,
             )
         for name, role in zip(plan.engines, plan.roles, strict=True):
-            self._add(_engine_settings(name, role, plan.num_blocks, plan.rows_bytes), self._engine)
+            settings = _engine_settings(name, role, plan.num_blocks, plan.rows_bytes, moves=plan.migrates)
+            self._add(settings, self._engine)
         processors = tuple(address(name) for name in plan.output_processors)
         for name in plan.gateways:
             self._add(_gateway_settings(name, processors, tuple(map(address, plan.tokenizers))), _gateway)
@@ -181,8 +182,8 @@ def _common(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _engine_settings(name: str, role: str, num_blocks: int, rows_bytes: int) -> EngineSettings:
-    moves_kv = role != "both"
+def _engine_settings(name: str, role: str, num_blocks: int, rows_bytes: int, *, moves: bool) -> EngineSettings:
+    moves_kv = moves or role != "both"
     return EngineSettings.of(
         **_common(name),
         worker="hash",
@@ -197,6 +198,7 @@ def _engine_settings(name: str, role: str, num_blocks: int, rows_bytes: int) -> 
         kv_transports=("shm",) if moves_kv else (),
         kv_lease_seconds=LEASE_SECONDS,
         kv_load_timeout=2.0,
+        drain="migrate" if moves else "finish",
     )
 
 

@@ -103,6 +103,7 @@ class Plan:
         state_bytes: How large its states are.
         num_encoders: Those that have the files of requests; 0: there are none.
         rows_bytes: Room for rows at each engine.
+        migrates: An operator moves running requests from engine to engine all the time, as engines do that drain.
     """
 
     seed: int
@@ -120,6 +121,7 @@ class Plan:
     state_bytes: int = STATE_BYTES
     num_encoders: int = 0
     rows_bytes: int = 1 << 20
+    migrates: bool = False
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -164,6 +166,8 @@ SECONDS = 2.5
 LINK_FAULTS = ("cut", "one_way_cut", "reset")
 CORE_FAULTS = ("core_crash", "hang")
 _PROMPT_IDS = range(2, 400)
+_LONGEST = 127
+"""Tokens of prompt and output, below the context of the engines."""
 
 
 def make_plan(seed: int, kinds: Sequence[str]) -> Plan:
@@ -232,6 +236,24 @@ def with_states(plan: Plan) -> Plan:
         state_bytes=nbytes,
         asks=[drawn(ask) for ask in plan.asks],
     )
+
+
+def with_migrations(plan: Plan) -> Plan:
+    """Return the plan with longer outputs, which move from engine to engine, and with faults of engines meanwhile."""
+    random = Random(f"migrations {plan.seed}")
+
+    def drawn(ask: Ask) -> Ask:
+        max_tokens = min(random.randrange(20, 60), _LONGEST - len(ask.prompt))
+        stop = _draw_stop(random, ask.prompt, max_tokens, plan.state_chunk) if ask.stop else ()
+        wanted = expected(ask.prompt, max_tokens, stop, plan.state_chunk)
+        return replace(ask, max_tokens=max_tokens, stop=stop, expected=wanted)
+
+    def fault() -> Fault:
+        kind, lasts = random.choice(("crash", "drain", "drain", "core_crash", "freeze")), random.uniform(0.1, 2.0)
+        return Fault(kind, random.uniform(0.0, SECONDS), lasts, random.choice(plan.engines))
+
+    asks, faults = [drawn(ask) for ask in plan.asks], [*plan.faults, *(fault() for _ in range(random.randrange(3)))]
+    return replace(plan, migrates=True, asks=asks, faults=sorted(faults, key=lambda each: each.at))
 
 
 def with_chats(plan: Plan) -> Plan:

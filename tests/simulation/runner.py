@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from .administration import Operator, with_administration
+from .administration import Mover, Operator, with_administration
 from .faults import KINDS, inject
 from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
@@ -25,6 +25,7 @@ from .plan import (
     with_chats,
     with_images,
     with_liars,
+    with_migrations,
     with_movers,
     with_standby,
     with_states,
@@ -42,6 +43,7 @@ class Result:
         outcomes: How many requests ended how.
         lies: How many messages were lies, by their types.
         moves: How often clients left gateways, and how often an earlier call took the answer of a later one.
+        num_migrations: How often an operator moved an output to another engine.
         trace: Hash of every write of the run.
         seconds: Virtual seconds of the run.
     """
@@ -53,6 +55,7 @@ class Result:
     answers: list[Answer] = field(default_factory=list)
     lies: Counter[str] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
+    num_migrations: int = 0
     trace: str = ""
     num_frames: int = 0
     seconds: float = 0.0
@@ -69,13 +72,16 @@ def run_seed(
     has_images: bool = False,
     has_liars: bool = False,
     has_movers: bool = False,
+    has_migrations: bool = False,
 ) -> Result:
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
     ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render. ``has_states``:
     with a model that keeps a state. ``has_images``: with images, which encoders turn into rows.
-    ``has_liars``: with parts that send invalid messages. ``has_movers``: with clients that leave slow gateways."""
+    ``has_liars``: with parts that send invalid messages. ``has_movers``: with clients that leave slow gateways.
+    ``has_migrations``: with requests that go on at other engines while they run."""
     plan = make_plan(seed, kinds)
     plan = with_states(plan) if has_states else plan
+    plan = with_migrations(plan) if has_migrations else plan
     plan = with_administration(plan) if is_administered else plan
     plan = with_chats(plan) if has_chats else plan
     plan = with_images(plan) if has_images else plan
@@ -141,13 +147,17 @@ async def simulate(network: Network, plan: Plan, result: Result, on_idle: Callab
     await mesh.start()
     clients = [Client(mesh, ask) for ask in plan.asks]
     result.answers = [client.answer for client in clients]
+    mover, operator = Mover(mesh), Operator(mesh)
+    moving = asyncio.get_running_loop().create_task(mover.run()) if plan.migrates else None
     async with asyncio.TaskGroup() as group:
         for client in clients:
             group.create_task(_send(client, client.answer.ask))
         for fault in plan.faults:
             group.create_task(inject(mesh, fault, result.happened))
-        operator = Operator(mesh)
         group.create_task(operator.run())
+    if moving is not None:
+        moving.cancel()
+    result.num_migrations = mover.moved
     result.violations += operator.violations
     result.outcomes.update(map(_outcome, result.answers))
     for answer in result.answers:

@@ -22,6 +22,7 @@ ADMINISTERED_SEEDS = 12
 CHAT_SEEDS = 12
 STATE_SEEDS = 12
 IMAGE_SEEDS = 12
+MIGRATION_SEEDS = 16
 LIAR_SEEDS = 24
 MOVER_SEEDS = 8
 OWNER_SEEDS = 16
@@ -88,6 +89,21 @@ def test_a_seed_with_images_repeats() -> None:
 def test_a_bug_of_helpers_that_is_put_back_is_found(bug: str) -> None:
     with reintroduced(bug):
         assert any(run_seed(seed, has_chats=True).violations for seed in range(200))
+
+
+@pytest.mark.parametrize("seed", range(MIGRATION_SEEDS))
+def test_requests_that_move_lose_no_token(seed: int) -> None:
+    """Requests move from engine to engine while these are killed and drained: one engine goes on, whichever dies."""
+    assert not run_seed(seed, has_migrations=True, has_states=seed % 3 == 0, has_liars=seed % 4 == 1).violations
+
+
+def test_many_requests_move() -> None:
+    assert sum(run_seed(seed, has_migrations=True).num_migrations for seed in range(MIGRATION_SEEDS)) > MIGRATION_SEEDS
+
+
+def test_blocks_that_are_read_too_early_are_found() -> None:
+    with reintroduced("early_blocks"):
+        assert any(run_seed(seed, has_migrations=True).violations for seed in range(200))
 
 
 @pytest.mark.parametrize("seed", range(LIAR_SEEDS))

@@ -25,6 +25,7 @@ _GROUPS = {
         "mesh.local_mesh:top",
         "mesh.plan",
         "mesh.plan:scale",
+        "mesh.plan:move",
         "mesh.kv_events",
         "serve.config",
         "doctor",

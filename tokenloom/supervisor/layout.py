@@ -311,7 +311,8 @@ class _Layout:
         number, place = divmod(index, len(self._roles))
         share, role, kv_socket = self._shares[index], self._roles[place], self._socket("engine", index, "-kv")
         flags: tuple[str, ...] = ("--role", role)
-        if role != "both":  # only these exchange KV blocks
+        asked = any(each.startswith("--kv-transports=") for each in self._options.flags.get("engine", ()))
+        if role != "both" or asked:  # only these exchange KV blocks
             flags += ("--kv-listen", str(Address(path=str(kv_socket))))
         flags += ("--engines-on-host", str(len(self._shares)), "--place-on-host", str(index))
         flags += ("--num-threads", str(share.threads))

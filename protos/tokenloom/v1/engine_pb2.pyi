@@ -35,20 +35,22 @@ WAKE_TAG_KV_CACHE: WakeTag
 WAKE_TAG_SCHEDULING: WakeTag
 
 class EngineInput(_message.Message):
-    __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit", "accept")
+    __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit", "accept", "keep_slots")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     STOP_AT_FIELD_NUMBER: _ClassVar[int]
     ABORT_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SLOTS_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     add: _containers.RepeatedCompositeFieldContainer[AddRequest]
     stop_at: _containers.RepeatedCompositeFieldContainer[StopAt]
     abort_slots: _containers.RepeatedScalarFieldContainer[int]
     credit: int
     accept: _containers.RepeatedCompositeFieldContainer[AcceptTokens]
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., accept: _Optional[_Iterable[_Union[AcceptTokens, _Mapping]]] = ...) -> None: ...
+    keep_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., accept: _Optional[_Iterable[_Union[AcceptTokens, _Mapping]]] = ..., keep_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AddRequest(_message.Message):
     __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "pooling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers", "awaits_tokens", "tenant", "session")
@@ -124,18 +126,20 @@ class PickId(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class KVSource(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "lease_id", "num_tokens", "weights")
+    __slots__ = ("engine_id", "engine_epoch", "lease_id", "num_tokens", "weights", "bound_tokens")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    BOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     lease_id: bytes
     num_tokens: int
     weights: bytes
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., weights: _Optional[bytes] = ...) -> None: ...
+    bound_tokens: int
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., weights: _Optional[bytes] = ..., bound_tokens: _Optional[int] = ...) -> None: ...
 
 class StopAt(_message.Message):
     __slots__ = ("slot", "num_tokens")
@@ -214,12 +218,36 @@ class SlotLogprobs(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., prompt: _Optional[bool] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class KVGrant(_message.Message):
-    __slots__ = ("slot", "kv")
+    __slots__ = ("slot", "kv", "moves", "target")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     slot: int
     kv: KVSource
-    def __init__(self, slot: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
+    moves: bool
+    target: str
+    def __init__(self, slot: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ..., moves: _Optional[bool] = ..., target: _Optional[str] = ...) -> None: ...
+
+class MoveRequestsRequest(_message.Message):
+    __slots__ = ("request_id", "target")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target: str
+    def __init__(self, request_id: _Optional[str] = ..., target: _Optional[str] = ...) -> None: ...
+
+class MoveRequestsResponse(_message.Message):
+    __slots__ = ("moved", "ended", "stayed", "reasons")
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    STAYED_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    moved: int
+    ended: int
+    stayed: int
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, moved: _Optional[int] = ..., ended: _Optional[int] = ..., stayed: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReconfigureRequest(_message.Message):
     __slots__ = ("data_parallel_size",)

@@ -215,6 +215,11 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.FromString,
                 _registered_method=True)
+        self.MoveRequests = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/MoveRequests',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.MoveRequestsRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.MoveRequestsResponse.FromString,
+                _registered_method=True)
         self.Reconfigure = channel.unary_unary(
                 '/tokenloom.v1.EngineAdmin/Reconfigure',
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.ReconfigureRequest.SerializeToString,
@@ -274,7 +279,8 @@ class EngineAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call.
+        """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
+        to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -372,6 +378,14 @@ class EngineAdminServicer:
 
     def PinLora(self, request, context):
         """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveRequests(self, request, context):
+        """Hands requests over to other engines, with their KV, while they generate. Answers when each of them has left, has ended or stays. Requests
+        that do not run here are not counted. FAILED_PRECONDITION if the engine serves no KV to others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -483,6 +497,11 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.PinLora,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.SerializeToString,
+            ),
+            'MoveRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveRequests,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.MoveRequestsRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.MoveRequestsResponse.SerializeToString,
             ),
             'Reconfigure': grpc.unary_unary_rpc_method_handler(
                     servicer.Reconfigure,
@@ -1004,6 +1023,33 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/PinLora',
             tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/MoveRequests',
+            tokenloom_dot_v1_dot_engine__pb2.MoveRequestsRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.MoveRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -116,7 +116,9 @@ class EngineAdminStub:
     the missing batches named, if the reader was away too long or reads too slowly; it must then rebuild its view of the cache.
     """
     SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
-    """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
+    """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
+    to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
+    """
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
     """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
     FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause; also if a worker fails to release its memory: the engine then
@@ -159,6 +161,10 @@ class EngineAdminStub:
     """Lists the adapters that are loaded."""
     PinLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PinLoraRequest, _engine_pb2.PinLoraResponse]
     """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
+    MoveRequests: _grpc.UnaryUnaryMultiCallable[_engine_pb2.MoveRequestsRequest, _engine_pb2.MoveRequestsResponse]
+    """Hands requests over to other engines, with their KV, while they generate. Answers when each of them has left, has ended or stays. Requests
+    that do not run here are not counted. FAILED_PRECONDITION if the engine serves no KV to others.
+    """
     Reconfigure: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReconfigureRequest, _engine_pb2.ReconfigureResponse]
     """Asks the engine to agree with the other ranks on another size of its data-parallel group; all ranks must be asked (Coordinator.Scale does).
     Returns when the group has this size. A rank that leaves ends its requests first, which continue elsewhere. FAILED_PRECONDITION if the
@@ -192,7 +198,9 @@ class EngineAdminAsyncStub(EngineAdminStub):
     the missing batches named, if the reader was away too long or reads too slowly; it must then rebuild its view of the cache.
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
+    """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
+    to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
+    """
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
     """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
     FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause; also if a worker fails to release its memory: the engine then
@@ -235,6 +243,10 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """Lists the adapters that are loaded."""
     PinLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.PinLoraRequest, _engine_pb2.PinLoraResponse]  # type: ignore[assignment]
     """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
+    MoveRequests: _aio.UnaryUnaryMultiCallable[_engine_pb2.MoveRequestsRequest, _engine_pb2.MoveRequestsResponse]  # type: ignore[assignment]
+    """Hands requests over to other engines, with their KV, while they generate. Answers when each of them has left, has ended or stays. Requests
+    that do not run here are not counted. FAILED_PRECONDITION if the engine serves no KV to others.
+    """
     Reconfigure: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReconfigureRequest, _engine_pb2.ReconfigureResponse]  # type: ignore[assignment]
     """Asks the engine to agree with the other ranks on another size of its data-parallel group; all ranks must be asked (Coordinator.Scale does).
     Returns when the group has this size. A rank that leaves ends its requests first, which continue elsewhere. FAILED_PRECONDITION if the
@@ -307,7 +319,9 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SetRoleResponse, _abc.Awaitable[_engine_pb2.SetRoleResponse]]:
-        """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
+        """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
+        to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
+        """
 
     @_abc_1.abstractmethod
     def Sleep(
@@ -422,6 +436,16 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PinLoraResponse, _abc.Awaitable[_engine_pb2.PinLoraResponse]]:
         """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
+
+    @_abc_1.abstractmethod
+    def MoveRequests(
+        self,
+        request: _engine_pb2.MoveRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.MoveRequestsResponse, _abc.Awaitable[_engine_pb2.MoveRequestsResponse]]:
+        """Hands requests over to other engines, with their KV, while they generate. Answers when each of them has left, has ended or stays. Requests
+        that do not run here are not counted. FAILED_PRECONDITION if the engine serves no KV to others.
+        """
 
     @_abc_1.abstractmethod
     def Reconfigure(

@@ -38,6 +38,10 @@ class StreamAttempts(Protocol):
     def notify(self) -> Callable[[], None]:
         """To be called when the stream has something to send."""
 
+    @property
+    def may_move(self) -> bool:
+        """Whether its attempts may go on at other engines while they run."""
+
 
 class CoreLink:
     """Connects the streams of all peers to one core that has started.
@@ -152,6 +156,24 @@ class CoreLink:
         except NotSentError as error:
             log.error("tokens cannot be passed to the engine core: %s", error)
             raise Internal("the request's tokens cannot be passed to the engine core") from None
+
+    def movable(self, request_id: str) -> list[Attempt]:
+        """Return the live attempts at a request, or at all if it is empty, that may go on at other engines: those that
+        the core has, and that are not handed over yet."""
+        return [
+            attempt
+            for attempt, attempts in self._live.values()
+            if attempts.may_move
+            and (attempt.request_id == request_id or attempt.request_id.startswith(request_id and f"{request_id}-"))
+            and not (attempt.kv.lease_id or attempt.kv.awaits_tokens or attempt.pooling_task or attempt.request)
+        ]
+
+    async def keep(self, attempt: Attempt) -> None:
+        """Let an attempt that moves go on here, unless it has left. A dead core ends it anyway."""
+        try:
+            await self.call("keep_request", attempt.key)
+        except TokenloomError as error:
+            log.debug("request %s is not kept: %s", attempt.request_id, error.message)
 
     def fail(self, attempt: Attempt, error: TokenloomError) -> None:
         """Fail an attempt, if it is still live."""

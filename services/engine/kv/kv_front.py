@@ -1,17 +1,28 @@
 """Joins the front's parts that read KV from other engines and serve KV to them, under leases that the core holds."""
 
+import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from random import Random
 from typing import Any
 
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from tokenloom.engine_core.data.kv_messages import REQUEST_ENDED, KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
+from tokenloom.engine_core.data.kv_messages import (
+    ENDS_SOON,
+    REQUEST_ENDED,
+    KVAcquire,
+    KVAnswer,
+    KVProgress,
+    KVRelease,
+    KVRenew,
+)
+from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.request import errors
-from tokenloom.request.errors import InvalidArgument, Unimplemented
+from tokenloom.request.errors import InvalidArgument, TokenloomError, Unimplemented
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.host_dependencies import Network, Port
 from tokenloom.services.runtime.host.limits import GrpcLimits
@@ -19,9 +30,10 @@ from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.tasks import first_of
-from tokenloom.v1 import coordinator_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc, types_pb2
+from tokenloom.v1 import coordinator_pb2, engine_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc, types_pb2
 
 from ..core.core_link import CoreLink
+from ..records.attempt import Attempt
 from ..records.core_request import LEASE_ID_BYTES
 from ..records.engine_settings import EngineSettings
 from ..records.load import LoadTracker
@@ -164,6 +176,67 @@ def serve_kv(
     return network.port(edge, listen, _LIMITS, tls, insecure=insecure, field="kv_listen")
 
 
+class KVMoves:
+    """Hands attempts that run here over to other engines. The output processor of each says where it goes on; until
+    the attempt has ended as PREFILLED it is this engine's."""
+
+    def __init__(self, core: CoreLink, random: Random) -> None:
+        """``random`` draws the ids of leases."""
+        self._core = core
+        self._random = random
+
+    async def move(self, request_id: str, target: str) -> list[tuple[Attempt, str]]:
+        """Move the attempts at a request, or all if it is empty, to an engine, or to any if it is empty. Returns them,
+        when each has ended or stays, with why it stays; empty for one that has ended."""
+        attempts = self._core.movable(request_id)
+        causes: Sequence[str] = await asyncio.gather(*(self._move(attempt, target) for attempt in attempts))
+        return list(zip(attempts, causes, strict=True))
+
+    async def leave(self, error: TokenloomError) -> None:
+        """Move all attempts, because the engine ends, and return when none of them is left. One that cannot move ends
+        with ``error``, as one at which the output processor replays it elsewhere."""
+        await asyncio.gather(*(self._leave(attempt, error) for attempt in self._core.movable("")))
+
+    async def _leave(self, attempt: Attempt, error: TokenloomError) -> None:
+        ended = asyncio.Event()
+        cause = await self._move(attempt, "")
+        if attempt.finish_reason is not None:
+            return
+        if cause != ENDS_SOON:
+            self._core.fail(attempt, error)
+            return
+        attempt.kv.on_settled = ended.set
+        await ended.wait()
+
+    async def _move(self, attempt: Attempt, target: str) -> str:
+        if attempt.finish_reason is not None:  # since it was found
+            return ""
+        settled, lease_id = asyncio.Event(), self._random.randbytes(LEASE_ID_BYTES)
+        attempt.kv.on_settled = settled.set
+        # Before the core knows: its answer and the request's end may be read in the same turn.
+        attempt.kv.move(lease_id, target)
+        try:
+            cause = await self._core.call("lend_request", attempt.key, lease_id, attempt.tokens.num_given)
+        except TokenloomError as error:
+            cause = error.message
+        if cause:
+            if attempt.finish_reason is None:
+                attempt.kv.stay()
+            return str(cause)
+        await settled.wait()
+        return "" if attempt.finish_reason is not None else "no other engine took it, or its blocks were needed"
+
+
+def counted(moves: Sequence[tuple[Attempt, str]]) -> engine_pb2.MoveRequestsResponse:
+    """Return how many attempts of :meth:`KVMoves.move` have left, and why others stay."""
+    ends = [attempt.finish_reason for attempt, _ in moves]
+    moved, stayed = ends.count(FinishReason.PREFILLED), ends.count(None)
+    reasons = sorted({cause for attempt, cause in moves if cause and attempt.finish_reason is None})
+    return engine_pb2.MoveRequestsResponse(
+        moved=moved, ended=len(ends) - moved - stayed, stayed=stayed, reasons=reasons
+    )
+
+
 CLOSE_SECONDS = 0.25
 
 
@@ -175,6 +248,7 @@ class KVFront:
         address: Where other engines reach the KV port; empty without one.
         lease_seconds: How long a lease lasts that no engine acquires.
         loads: The loads from other engines.
+        moves: Hands running attempts over to other engines.
     """
 
     def __init__(
@@ -213,6 +287,7 @@ class KVFront:
             incarnation=(settings.instance_id, host.epoch),
         )
         self.loads = KVLoads(reader, core, self._link, self._registry, host.channels, host.fall_backs)
+        self.moves = KVMoves(core, host.random)
 
     async def run(self) -> None:
         """Serve the port until the core dies."""

@@ -475,7 +475,8 @@ class KVLoads:
 
 def _digest(request: EngineCoreRequest, source: engine_pb2.KVSource) -> bytes:
     """Return what binds a lease to the tokens of a request that its KV covers, and to its salt."""
-    token_ids = [*request.listed_prompt(), *request.accepted_token_ids][: source.num_tokens]
+    num_bound = source.bound_tokens or source.num_tokens
+    token_ids = [*request.listed_prompt(), *request.accepted_token_ids][:num_bound]
     return prompt_digest(token_ids, content_salt(request.cache_salt, request.prompt_embeds, request.media))
 
 

@@ -32,6 +32,11 @@ class TokenCounts:
     output: int
     """Output tokens so far, accepted ones included."""
 
+    @property
+    def num_given(self) -> int:
+        """Tokens that the attempt began with."""
+        return self.prompt + self.accepted
+
 
 @dataclass(slots=True)
 class AttemptTimes:
@@ -48,16 +53,30 @@ class AttemptKV:
     """Holds the state of an attempt whose KV is passed between engines.
 
     Attributes:
-        lease_id: Prefill leg: names the lease that will hold the KV. Empty for other attempts.
+        lease_id: Prefill leg, and an attempt that moves: names the lease that will hold the KV. Empty for others.
         awaits_tokens: Decode leg: the tokens of the prefill leg have not arrived yet.
         wait_ns: Decode leg: time spent waiting for KV of another engine.
         on_end: Called once, when the attempt has ended.
+        target: Where an attempt that moves is to go on, empty for any engine; None: it does not move.
+        on_settled: Called when it has ended or stays.
     """
 
     lease_id: bytes
     awaits_tokens: bool
     wait_ns: int = 0
     on_end: Callable[[], None] | None = None
+    target: str | None = None
+    on_settled: Callable[[], None] | None = None
+
+    def move(self, lease_id: bytes, target: str) -> None:
+        """Note that the attempt is about to move."""
+        self.lease_id, self.target = lease_id, target
+
+    def stay(self) -> None:
+        """Note that the attempt does not move any more."""
+        self.lease_id, self.target = b"", None
+        if self.on_settled is not None:
+            self.on_settled()
 
 
 @dataclass(slots=True)
@@ -118,6 +137,8 @@ class Attempt:
             self.deadline.cancel()
         if self.kv.on_end is not None:
             self.kv.on_end()
+        if self.kv.on_settled is not None:
+            self.kv.on_settled()
         if self.media is not None and self.media.on_end is not None:
             self.media.on_end()
 

@@ -61,7 +61,7 @@ def to_core_request(
     if len(add.tenant) > _MAX_TENANT_CHARS:
         raise InvalidArgument(f"tenant has {len(add.tenant)} characters; at most {_MAX_TENANT_CHARS} fit", "tenant")
     if add.awaits_tokens or add.HasField("kv_source"):
-        _check_kv(add)
+        _check_kv(add, limits)
     if prompt.adapter and len(prompt.adapter) != _DIGEST_BYTES:
         raise InvalidArgument(f"adapter has {len(prompt.adapter)} bytes, expected {_DIGEST_BYTES}", "adapter")
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
@@ -212,8 +212,9 @@ def _media_kinds(limits: types_pb2.ModelLimits) -> str:
     return " and ".join(["text", *(names[kind] for kind in limits.media_kinds if kind in names)]) + " only"
 
 
-def _check_kv(add: engine_pb2.AddRequest) -> None:
-    """Check that the legs exclude each other, and that a source covers some of the request's own tokens."""
+def _check_kv(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -> None:
+    """Check that the legs exclude each other, and that a source covers some of the request's own tokens. With
+    ``bound_tokens`` it may cover others that follow, as long as the request waits for these."""
     if not add.HasField("kv_source"):
         if add.awaits_tokens:
             raise InvalidArgument("awaits_tokens is set without a kv_source to read meanwhile", "awaits_tokens")
@@ -228,6 +229,12 @@ def _check_kv(add: engine_pb2.AddRequest) -> None:
     if not 0 < len(source.engine_id) <= _MAX_ENGINE_ID_CHARS:
         raise InvalidArgument("kv_source.engine_id is empty or too long", "kv_source")
     num_tokens = num_ids(add.prompt) + len(add.accepted_token_ids)
+    if source.bound_tokens > num_tokens:
+        raise InvalidArgument(
+            f"kv_source is bound to {source.bound_tokens} tokens, the request has {num_tokens}", "kv_source"
+        )
+    if source.bound_tokens and add.awaits_tokens:
+        num_tokens = limits.max_model_len - 1  # the token after them is sampled, too
     if not 1 <= source.num_tokens <= num_tokens:
         raise InvalidArgument(f"kv_source covers {source.num_tokens} tokens, the request has {num_tokens}", "kv_source")
 

@@ -137,7 +137,7 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
     drain: Annotated[
         DrainMode,
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "
-        "the rest to other instances; migrate moves all of them at once.",
+        "the rest to other instances; migrate moves all of them at once, with their KV if --kv-transports is set.",
     ] = "finish"
     max_waiting: Annotated[
         Count,

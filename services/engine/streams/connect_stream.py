@@ -20,7 +20,7 @@ from tokenloom.engine_core.data.messages import (
 )
 from tokenloom.request import errors, validation, wire_errors
 from tokenloom.request.routed_rows import RoutedRows, routed_message
-from tokenloom.services.runtime.peers.hello import is_foreign
+from tokenloom.services.runtime.peers.hello import LIVE_MOVES, is_foreign
 from tokenloom.services.runtime.streams.slotted_stream import ServerStream
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
@@ -66,6 +66,7 @@ class Attempts:
     Attributes:
         live: The live attempts by slot.
         notify: To be called when the frame builder has something to send.
+        may_move: Whether they may go on at other engines while they run.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Attempts:
         under leases of ``lease_seconds``; None if it serves no KV."""
         self.live: dict[int, Attempt] = {}
         self.notify = notify
+        self.may_move = False
         self._kv_owner = kv_owner
         self._lease_seconds = lease_seconds
         self._stream_id = stream_id
@@ -153,7 +155,10 @@ class Attempts:
     def take_output(self, attempt: Attempt, output: EngineCoreOutput) -> None:
         """Put what a step produced for a live attempt into the frame builder."""
         if output.kv_granted_tokens:
-            self._builder.grant(attempt.slot, self._kv_source(attempt, output.kv_granted_tokens))
+            self._builder.grant(attempt.slot, self._kv_source(attempt, output.kv_granted_tokens), attempt.kv.target)
+        elif output.is_kept:
+            self._builder.grant(attempt.slot, None, "")
+            attempt.kv.stay()
         if output.new_prompt_logprobs is not None:
             self._builder.add_prompt(attempt.slot, output.new_prompt_logprobs)
         if output.new_token_ids:
@@ -260,7 +265,7 @@ class Attempts:
         while self._held and next(iter(self._held.values()))[1] <= now:  # oldest first
             del self._held[next(iter(self._held))]
         self._held[attempt.slot] = attempt.key, now + self._lease_seconds
-        return self._kv_source(attempt, attempt.tokens.prompt + attempt.tokens.accepted)
+        return self._kv_source(attempt, attempt.tokens.prompt + attempt.tokens.output - 1)
 
     def _kv_source(self, attempt: Attempt, num_tokens: int) -> engine_pb2.KVSource:
         assert self._kv_owner is not None, "only attempts with a lease offer KV"
@@ -269,6 +274,7 @@ class Attempts:
             engine_epoch=self._kv_owner.epoch,
             lease_id=attempt.kv.lease_id,
             num_tokens=num_tokens,
+            bound_tokens=0 if attempt.kv.target is None else attempt.tokens.num_given,
         )
 
 
@@ -318,6 +324,7 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
             kv_owner=owner,
             lease_seconds=lease_seconds,
         )
+        self._attempts.may_move = owner is not None and LIVE_MOVES in peer.features
         self._pace = FramePace(frame_interval, self._changed.set, self._loop)
 
     async def run(
@@ -358,7 +365,7 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
     # Input
 
     async def _receive(self, message: engine_pb2.EngineInput) -> None:
-        """Process one message: add, then accept, then stop_at, then abort."""
+        """Process one message: add, then accept, then stop_at, then abort, then keep."""
         for count, add in enumerate(message.add, 1):
             await self._add(add)
             # A message may hold hundreds of requests. In one turn their checks would delay the frames of all that run.
@@ -368,6 +375,9 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
             await self._accept(accept)
         if message.stop_at or message.abort_slots:
             self._end(message)
+        for slot in message.keep_slots:
+            if (attempt := self._attempts.live.get(slot)) is not None and attempt.kv.target is not None:
+                await self._core.keep(attempt)
 
     def _end(self, message: engine_pb2.EngineInput) -> None:
         ended = [self._attempts.stop_at(stop.slot, stop.num_tokens) for stop in message.stop_at]

@@ -112,9 +112,10 @@ class FrameBuilder:
         """Add the result of a pooling request, once; the caller ends the slot before the next frame."""
         self._pooled[slot] = result, 0
 
-    def grant(self, slot: int, kv: engine_pb2.KVSource) -> None:
-        """Announce a lease ahead of the slot's first token; dropped if the slot ends before it is sent."""
-        self._grants[slot] = engine_pb2.KVGrant(slot=slot, kv=kv)
+    def grant(self, slot: int, kv: engine_pb2.KVSource | None, target: str | None = None) -> None:
+        """Announce a lease ahead of the slot's end; dropped if the slot ends before it is sent. ``target``: as in
+        ``KVGrant`` of a slot that moves, and None for a prefill leg."""
+        self._grants[slot] = engine_pb2.KVGrant(slot=slot, kv=kv, moves=target is not None, target=target)
         self.is_urgent = True
 
     def finish(self, finished: engine_pb2.Finished) -> None:

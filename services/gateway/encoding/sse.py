@@ -99,6 +99,8 @@ def timeline_object(timeline: types_pb2.Timeline, total_ns: int) -> dict[str, ob
     times: dict[str, object] = {f"{part}_ms": round(getattr(timeline, f"{part}_ns") / 1e6, 3) for part in parts}
     times["total_ms"] = round(total_ns / 1e6, 3)
     times |= {"prefill_engine": timeline.prefill_engine, "decode_engine": timeline.decode_engine}
+    if timeline.moves:
+        times["moves"] = timeline.moves
     if timeline.past_tokens:
         times["session_kv"] = "store" if timeline.kv_from_store else "elsewhere" if timeline.kv_elsewhere else "home"
     if timeline.HasField("drafts"):

@@ -360,6 +360,15 @@ class EnginesDone(msgspec.Struct):
     engines: Annotated[list[str], Meta(description="Names of the engines.")]
 
 
+class RequestsMoved(msgspec.Struct):
+    """What has become of requests that were to go on at other engines, sample by sample."""
+
+    moved: Annotated[int, Meta(description="Left: another engine goes on, with their KV.")]
+    ended: Annotated[int, Meta(description="Ended where they were, meanwhile.")]
+    stayed: Annotated[int, Meta(description="Go on where they are.")]
+    reasons: Annotated[list[str], Meta(description="Why some stay, after the name of their engine.")]
+
+
 class EncodersDone(msgspec.Struct):
     """The encoders, and all engines where rows are forgotten, have done what was requested."""
 

@@ -375,6 +375,18 @@ RESET_ENCODER_CACHE = _route(
     answers.EncodersDone,
     is_admin=True,
 )
+MOVE_REQUESTS = _route(
+    "POST",
+    "/move_requests",
+    "Let running requests go on at other engines",
+    answers.RequestsMoved,
+    query={
+        "request_id": {"type": "string", "description": "The id of one answer, with all of its choices."},
+        "source": {"type": "string", "description": "In place of request_id: all requests of this engine."},
+        "target": {"type": "string", "description": "The engine that goes on; default: the coordinator picks."},
+    },
+    is_admin=True,
+)
 LOAD_ADAPTER = _route(
     "POST",
     "/v1/load_lora_adapter",

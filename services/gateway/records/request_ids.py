@@ -10,11 +10,20 @@ from tokenloom.request.errors import InvalidArgument
 RANDOM_DIGITS, MARK_DIGITS = 32, 8
 """The two parts of an id; the mark names the output processor that the request was given to."""
 _ID = re.compile(r"[0-9a-f]{40}")  # both parts
+_OF_ANSWER = re.compile(rf"(?:[a-z]+[-_])?({_ID.pattern}(?:-[0-9]+)?)")
 
 
 def is_request_id(text: str) -> bool:
     """Return whether a client's text has the form of an id."""
     return _ID.fullmatch(text) is not None
+
+
+def id_of_answer(text: str) -> str:
+    """Return the mesh's id of a request: the text itself, or the text without what an answer's ``id`` has before it. It
+    may have the number of one of several prompts behind it. Raises ``InvalidArgument``."""
+    if (match := _OF_ANSWER.fullmatch(text)) is None:
+        raise InvalidArgument("request_id must be the id of an answer: 40 hex digits, behind chatcmpl-", "request_id")
+    return match[1]
 
 
 def id_of_key(tenant: str, key: str) -> str:

@@ -16,7 +16,8 @@ from ..http.http_exchange import HttpExchange
 from ..http.route import Routes
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..openapi import route_table
-from ..openapi.response_schemas import EncodersDone, EnginesChanged
+from ..openapi.response_schemas import EncodersDone, EnginesChanged, RequestsMoved
+from ..records.request_ids import id_of_answer
 from ..request_log.finished_request import LastRequests, RecentRequests
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AdminRoutes:
-    """Pauses engines, puts them to sleep, resets their caches and records profiles."""
+    """Pauses engines, puts them to sleep, resets their caches, moves their requests and records profiles."""
 
     meshes: ServedMeshes
     calls: EngineCalls
@@ -47,6 +48,7 @@ class AdminRoutes:
             route_table.RESET_PREFIX_CACHE: self.reset_prefix_cache,
             route_table.RESET_MM_CACHE: self.reset_mm_cache,
             route_table.RESET_ENCODER_CACHE: self.reset_encoder_cache,
+            route_table.MOVE_REQUESTS: self.move_requests,
             route_table.START_PROFILE: self.start_profile,
             route_table.STOP_PROFILE: self.stop_profile,
         }
@@ -117,6 +119,23 @@ class AdminRoutes:
         engines = await self._ask(lambda stub: stub.ResetEncoderCache(pb.ResetEncoderCacheRequest()))
         await self._reset_encoders(exchange, list(engines), ResetCachesRequest())
 
+    async def move_requests(self, exchange: HttpExchange) -> None:
+        """``request_id``: of one answer, or ``source``: of all that this engine runs; ``target``: where they go on."""
+        query = Query(exchange.query, ("request_id", "source", "target"))
+        request_id, source = query.text("request_id", ""), query.text("source", "")
+        if bool(request_id) == bool(source):
+            raise errors.InvalidArgument("name either a request_id or a source", "request_id")
+        engines, target = self._engines(), query.text("target", "")
+        for name, field in ((source, "source"), (target, "target")):
+            if name and name not in engines:
+                raise errors.NotFound(f"{field} {name[:64]} is no engine of this mesh: {', '.join(engines)}", field)
+        request = pb.MoveRequestsRequest(
+            request_id=id_of_answer(request_id) if request_id else "", target=target.rpartition("/")[2]
+        )
+        asked = {source: engines[source]} if source else engines
+        found = await self.calls.ask(asked, lambda stub: stub.MoveRequests(request))
+        await exchange.respond(200, encode_json(_joined(found, request_id)))
+
     async def start_profile(self, exchange: HttpExchange) -> None:
         """``profile_prefix``: begins the names of the files."""
         prefix = Query(exchange.query, ("profile_prefix",)).text("profile_prefix", "")
@@ -169,14 +188,36 @@ class AdminRoutes:
 
         Raises ``Unavailable`` without any engine, and otherwise the first failure, which begins with the engine's name.
         """
-        engines = {
+        # Asked under the operator's certificate. The gateway's own does not open EngineAdmin, or a gateway without
+        # admin keys could pause engines.
+        return checked(await self.calls.ask(self._engines(), send))
+
+    def _engines(self) -> dict[str, str]:
+        """Return the addresses of all engines by name, which follows that of the model if there are several."""
+        return {
             engine.engine_id if self.meshes.is_one else f"{mesh.model}/{engine.engine_id}": engine.address
             for mesh in self.meshes
             for engine in alive(mesh.view)
         }
-        # Asked under the operator's certificate. The gateway's own does not open EngineAdmin, or a gateway without
-        # admin keys could pause engines.
-        return checked(await self.calls.ask(engines, send))
+
+
+def _joined(found: Mapping[str, pb.MoveRequestsResponse | errors.TokenloomError], request_id: str) -> RequestsMoved:
+    """Return what has become of requests on all engines. Raises what an engine answered if no other one ran any, and
+    ``NotFound`` for a request that runs nowhere."""
+    joined, failures = RequestsMoved(0, 0, 0, []), list[errors.TokenloomError]()
+    for name, answer in found.items():
+        if isinstance(answer, errors.TokenloomError):
+            failures.append(answer)
+            continue
+        joined.moved += answer.moved
+        joined.ended += answer.ended
+        joined.stayed += answer.stayed
+        joined.reasons += [f"{name}: {reason}" for reason in answer.reasons]
+    if joined.moved or joined.ended or joined.stayed or not (failures or request_id):
+        return joined
+    if failures:
+        raise failures[0]
+    raise errors.NotFound(f"no engine runs request {request_id[:64]} now; it may wait, or have ended", "request_id")
 
 
 async def respond_changed(exchange: HttpExchange, status: str, causes: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, logprob_columns, packed_ids
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.hello import PACKED_IDS, check_hello
+from tokenloom.services.runtime.peers.hello import LIVE_MOVES, PACKED_IDS, check_hello
 from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.streams.slotted_stream import (
@@ -31,6 +31,7 @@ from tokenloom.v1.engine_pb2 import (
     EngineFrame,
     EngineInput,
     Finished,
+    KVGrant,
     KVSource,
     PickId,
     SessionTurn,
@@ -73,6 +74,9 @@ class AttemptOwner(Protocol):
 
     def on_kv_granted(self, attempt: "EngineAttempt", kv: KVSource) -> None:
         """Called when the prefill takes more steps: its KV may be read meanwhile."""
+
+    def on_moving(self, attempt: "EngineAttempt", grant: KVGrant) -> None:
+        """Called when the engine hands the running attempt over to another one, or does not do so any more."""
 
     def on_prompt_logprobs(self, attempt: "EngineAttempt", token_index: int, logprobs: Logprobs) -> None:
         """Called with log probabilities of prompt tokens, from this position on."""
@@ -154,6 +158,8 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self.is_open = False
         """Whether both sides have said hello and neither has ended."""
         self._takes_packed_ids = False
+        self.moves_requests = False
+        """Whether running requests can move to this engine."""
 
     @property
     def idle_seconds(self) -> float:
@@ -205,6 +211,11 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
             self.touch()
             self.drop_kv(attempt)
 
+    def keep(self, attempt: EngineAttempt) -> None:
+        """Let an attempt that the engine hands over go on there, unless its end is on its way."""
+        if attempt.slot in self.slots:
+            self._message().keep_slots.append(attempt.slot)
+
     def drop_kv(self, attempt: EngineAttempt) -> None:
         """Release the KV that a finished prefill left. This has no effect once another engine reads it."""
         self._message().abort_slots.append(attempt.slot)
@@ -230,6 +241,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         if frame.hello.fingerprint.ByteSize():
             self.serves = frame.hello.fingerprint
         self._takes_packed_ids = PACKED_IDS in frame.hello.features
+        self.moves_requests = LIVE_MOVES in frame.hello.features
         self.is_open = True
         self._opened.set()
 
@@ -244,7 +256,11 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
             self._step = frame.step
             self._same_step.owed = 0.0
         for grant in frame.kv_granted:
-            if (attempt := self.slots.get(grant.slot)) is not None:
+            if (attempt := self.slots.get(grant.slot)) is None:
+                continue
+            if grant.moves:
+                attempt.owner.on_moving(attempt, grant)
+            else:
                 attempt.owner.on_kv_granted(attempt, grant.kv)
         # Tokens before ends: an end compares the number of tokens that have arrived with the engine's.
         self._deal(frame)

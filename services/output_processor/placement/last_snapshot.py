@@ -136,6 +136,17 @@ class LastSnapshot:
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
 
+    def named(self, request: PickRequest, engine_id: str) -> PickResponse:
+        """Answer with the engine of this name, which counts as :meth:`pick` says. Raises ``Unavailable`` if it does not
+        serve what the request asks for, or only prefills."""
+        self._look()
+        for row in self._candidates(request, ()).tolist():
+            entry = self._entries[row]
+            if entry.identity.engine_id == engine_id and entry.report.role != EngineRole.ENGINE_ROLE_PREFILL:
+                self.count(_key(entry))
+                return PickResponse(engine=entry.identity, whole_request=True)
+        raise errors.Unavailable(f"No engine {engine_id} serves what this request needs.")
+
     def _preferred(self, rows: Rows, request: PickRequest) -> Rows:
         """Return the engine that a request prefers, if it is among ``rows`` and computes whole requests."""
         if request.query_id:

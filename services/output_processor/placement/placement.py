@@ -262,6 +262,31 @@ class Placer:
             return EngineAttempt(link, pick, picked.whole_request, is_counted=pick is None, session=session)
         raise errors.Unavailable("No engine answers; retry.")
 
+    async def place_move(
+        self, submit: Submit, source: EngineKey, target: str, *, num_output_tokens: int, pool: Fingerprint | None
+    ) -> EngineAttempt:
+        """Find an engine at which a running request goes on, without waiting for one. The attempt is not sent yet.
+
+        Args:
+            source: Where it runs now.
+            target: The only engine that is wanted; empty: any.
+
+        Raises ``Unavailable`` and ``ResourceExhausted``; the other arguments and errors are those of :meth:`place`.
+        """
+        role = EngineRole.ENGINE_ROLE_DECODE
+        request = _pick_request(submit, role, num_output_tokens, pool or self._fingerprint, self._subset)
+        if not target:
+            return await self._place_now(request, submit, [source], None)
+        if target == source.engine_id:
+            raise errors.Unavailable(f"The request runs on engine {target} already.")
+        picked = self._snapshot.named(request, target)
+        try:
+            link = await self._links.get(picked.engine)
+        except BaseException:
+            self._snapshot.release(EngineKey(picked.engine.engine_id, picked.engine.epoch))
+            raise
+        return EngineAttempt(link, is_counted=True)
+
     def check(self, link: EngineLink, found: Callable[[bool], None]) -> None:
         """Find out whether the engine of a link that has ended still runs; :meth:`EngineLinks.check`."""
         self._links.check(link, found)

@@ -11,7 +11,7 @@ from tokenloom.request.packed_ids import num_ids
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
-from tokenloom.v1.engine_pb2 import Finished, KVSource
+from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVGrant, KVSource, PickId
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason, Logprobs, Pooled, Timeline
 
@@ -19,7 +19,6 @@ from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import EngineSearch, Lifetime
 from ..placement.placement import FirstPick, PendingPick, Placer
 from .outbox import Outbox
-from .request_stages import make_pooling_add
 from .sample_output import weights_version
 from .telemetry import RequestSpan
 
@@ -134,6 +133,9 @@ class PooledRequest:
     def on_kv_granted(self, attempt: EngineAttempt, kv: KVSource) -> None:
         """Do nothing: no other engine continues from the KV."""
 
+    def on_moving(self, attempt: EngineAttempt, grant: KVGrant) -> None:
+        raise WrongFrame("the engine hands over a pooling request")
+
     def on_prompt_logprobs(self, attempt: EngineAttempt, token_index: int, logprobs: Logprobs) -> None:
         raise WrongFrame("the engine sent log probabilities for a pooling request")
 
@@ -222,3 +224,19 @@ class PooledRequest:
             timeline=self._timeline,
             weights_version=weights_version([self._weights]),
         )
+
+
+def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float | None) -> AddRequest:
+    """Return the message of a pooling request; ``pick`` and ``seconds_left`` are as in :func:`.make_add`."""
+    request = AddRequest(
+        request_id=submit.request_id,
+        pooling_params=submit.pooling_params,
+        priority=submit.priority,
+        pick=pick,
+        trace_headers=submit.trace_headers,
+        tenant=submit.tenant,
+    )
+    request.prompt.CopyFrom(submit.prompt)  # as an argument it would take twice the memory
+    if seconds_left is not None:
+        request.timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
+    return request

@@ -11,7 +11,7 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
-from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource, PickId
+from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVGrant, KVSource, PickId
 from tokenloom.v1.output_processor_pb2 import KVHandover, RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, Pooled, SamplingParams
 
@@ -38,6 +38,8 @@ class RequestStages:
     - If the engine of the prefill leg is the best one to decode too, the decode leg finds the KV in its prefix cache.
     - An engine that dies, drains or is full is replaced at any token. The sample then begins anew, as a request whose
       prompt is followed by the tokens so far. Only a decode leg that has sent nothing yet leaves the lease to the next.
+    - An engine that wants to be rid of a running sample offers its KV. Its attempt is a prefill leg from then on, and
+      the decode leg is placed elsewhere; if that fails before the hand-over, the attempt goes on where it is.
 
     Fulfils ``AttemptOwner``. The first reason to end wins, and frees what is held on every engine.
     """
@@ -69,6 +71,7 @@ class RequestStages:
         self._next: EngineAttempt | None = None  # a decode leg that waits, because its engine still prefills
         self._kv: KVSource | None = None
         self._handed_over = False
+        self._is_moving = False  # the prefill leg is an attempt that ran, and may go on if it keeps the sample
         self._holds_kv = False  # the prefill leg's engine keeps it until it is read or dropped
         self._half = submit.kv_transfer if submit.HasField("kv_transfer") else None
         self._placement: asyncio.Task[None] | None = None  # the one under way
@@ -230,14 +233,18 @@ class RequestStages:
             self._send(attempt, journal, kv_source=self._kv)  # the engine that has it ends its lease
             return
         is_same = attempt.link.key == prefill.link.key
+        if self._handed_over and not self.may_run_on(attempt):
+            self._compute_in(attempt.link.serves)
         # The decode leg would wait on the engine for the prefill leg that still runs there, and hold a second seat
         # meanwhile.
         if is_same and not self._handed_over:
             self._next = attempt
             return
         self._decode = attempt
-        # If it is sent before the prefill leg has ended, it gets all tokens of that leg then.
-        accepted = journal if self._handed_over else journal[: prefill.num_accepted]
+        # If it is sent before the prefill leg has ended, it gets all tokens of that leg then. Of a sample that moves,
+        # the last token follows too: it may be the last of the leg, whose end has not arrived yet.
+        num_given = max(prefill.num_accepted, len(journal) - 1) if self._is_moving else prefill.num_accepted
+        accepted = journal if self._handed_over else journal[:num_given]
         kv_source = None if is_same else self._kv
         self._send(attempt, accepted, kv_source=kv_source, awaits_tokens=not self._handed_over)
         if is_same:
@@ -301,6 +308,60 @@ class RequestStages:
             self._kv = kv
             self._place(_DECODE)
 
+    def on_moving(self, attempt: EngineAttempt, grant: KVGrant) -> None:
+        """Find another engine for a running attempt, whose engine goes on with it until the hand-over."""
+        if not grant.HasField("kv"):
+            if attempt is self._prefill and self._is_moving:
+                self._call_off(attempt)
+                self._is_moving = False
+            return
+        runs_here = attempt is (self._decode or self._prefill) and self._next is None and self._placement is None
+        # Of a leg that has brought nothing yet it is not known whether it has the KV.
+        if not runs_here or not attempt.link.moves_requests or not attempt.has_output or self._output.stop_match:
+            attempt.link.keep(attempt)
+            return
+        self._offer(attempt)
+        self._kv = grant.kv
+        move = self._move(attempt, grant.target)
+        self._placement = self._tasks.spawn(move, name=f"move {self._submit.request_id}")
+
+    def _offer(self, attempt: EngineAttempt) -> None:
+        """Take the attempt that runs for a prefill leg, which is handed over."""
+        self._prefill, self._decode = attempt, None
+        self._kv, self._handed_over, self._holds_kv = None, False, False
+        self._is_moving = True
+
+    async def _move(self, source: EngineAttempt, target: str) -> None:
+        output = self._output
+        try:
+            attempt = await self._placer.place_move(
+                self._submit, source.link.key, target, num_output_tokens=len(output.token_ids), pool=self._pool
+            )
+            if not (self.may_run_on(attempt) and attempt.link.moves_requests):
+                self._placer.release(attempt)
+                raise errors.Unavailable("The engine computes in another way; the request does not move there.")
+            self._placement = None
+            self._send_decode(attempt)
+        except Exception as error:
+            self._placement = None
+            log.info("request %s does not move: %s", self._submit.request_id, wire_errors.of_exception(error).message)
+            self._stay(source)
+
+    def _stay(self, source: EngineAttempt) -> None:
+        """Let a sample go on where it runs, because no engine takes it; after the hand-over, wherever there is one."""
+        if self._handed_over:
+            self._place(_DECODE)
+            return
+        self._call_off(source)
+        source.link.keep(source)  # if its end is on its way, the sample is handed over all the same, to any engine
+
+    def _call_off(self, source: EngineAttempt) -> None:
+        """Forget the engine that was to go on."""
+        self._cancel_placement()
+        self._end_decode()
+        self._kv = None
+        self._output.timeline.decode_engine = source.link.identity.engine_id
+
     def on_prompt_logprobs(self, attempt: EngineAttempt, token_index: int, logprobs: Logprobs) -> None:
         try:
             self._output.add_prompt_logprobs(token_index, logprobs)
@@ -340,6 +401,9 @@ class RequestStages:
             self.fail(error)
 
     def _finished(self, attempt: EngineAttempt, finished: Finished) -> None:
+        if self._is_target(attempt):
+            self._stay_at_source()
+            return
         if (routed := self._output.routed) is not None and finished.HasField("routed_experts"):
             routed.add(finished.routed_experts, len(self._output.token_ids))
         if (trail := self._output.trail) is not None and finished.preempted_at:
@@ -371,9 +435,19 @@ class RequestStages:
         self._placer.release(attempt)
         try:
             self._search.lost(attempt, is_alone=is_alone)
-            self._replace(attempt)
+            self._stay_at_source() if self._is_target(attempt) else self._replace(attempt)
         except Exception as error:  # the other requests of the engine are to learn of its loss, too
             self.fail(error)
+
+    def _is_target(self, attempt: EngineAttempt) -> bool:
+        """Return whether an attempt waits to take over from one that still runs."""
+        return self._is_moving and attempt is self._decode and not self._handed_over
+
+    def _stay_at_source(self) -> None:
+        """Let the attempt go on that was to be handed over: the other one is lost, or was refused."""
+        assert self._prefill is not None, "it moves"
+        self._decode = None
+        self._stay(self._prefill)
 
     def _replace(self, attempt: EngineAttempt, *, has_weights: bool = True) -> None:
         """Continue on another engine, unless the output is complete or the request may have killed its engines.
@@ -397,7 +471,7 @@ class RequestStages:
         self._end_decode()
         self._drop_kv()
         self._kv = None
-        self._handed_over = False
+        self._handed_over = self._is_moving = False
         # As a new request whose prompt ends with the tokens so far, so no path exists that only failures take, and a
         # long output does not disturb the decodes of the next engine.
         self._place(_PREFILL, is_retry=True)
@@ -406,6 +480,9 @@ class RequestStages:
         """Continue on the engine of the decode leg, or place that leg: the first token has arrived."""
         output = self._output
         is_complete = attempt.num_accepted < len(output.token_ids) == finished.num_output_tokens
+        if is_complete and attempt is self._decode and self._handed_over:
+            self._offer(attempt)  # it was to move, and has ended before that could be said
+            self._holds_kv = True
         if attempt is not self._prefill or not is_complete:
             raise WrongFrame("the engine's first token is missing")
         if self._half is not None and self._half.hold:
@@ -413,12 +490,13 @@ class RequestStages:
             self._end(output.finish, finished)
             return
         output.prefilled(finished)
-        self._handed_over = True
+        output.timeline.moves += self._is_moving
+        self._handed_over, self._is_moving = True, False
         self._kv = finished.kv if finished.HasField("kv") else None
         # The decode leg was placed while the prompt was still computed, so that it could copy blocks meanwhile; only
         # the first token was missing. For prompts of one step there is nothing to overlap, and it is placed now.
         if self._decode is not None:
-            self._decode.link.accept(self._decode, output.token_ids[attempt.num_accepted :])
+            self._decode.link.accept(self._decode, output.token_ids[self._decode.num_accepted :])
         elif self._next is not None:
             following, self._next = self._next, None
             self._send_decode(following)
@@ -501,20 +579,4 @@ def make_add(
         request.timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
     if routed_start:
         request.sampling_params.routed_experts_prompt_start = routed_start
-    return request
-
-
-def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float | None) -> AddRequest:
-    """Return the message of a pooling request; the arguments are as in :func:`make_add`."""
-    request = AddRequest(
-        request_id=submit.request_id,
-        pooling_params=submit.pooling_params,
-        priority=submit.priority,
-        pick=pick,
-        trace_headers=submit.trace_headers,
-        tenant=submit.tenant,
-    )
-    request.prompt.CopyFrom(submit.prompt)  # as an argument it would take twice the memory
-    if seconds_left is not None:
-        request.timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
     return request

@@ -43,6 +43,9 @@ class OutputProcessorMetrics:
             registry=registry,
         )
         self._records = {True: records.labels("written"), False: records.labels("dropped")}
+        self._moves = Counter(
+            name + "moves", "How often outputs went on at another engine, with their KV.", registry=registry
+        )
         self._placement = fast_metrics.Histogram(
             registry,
             name + "placement_seconds",
@@ -65,6 +68,7 @@ class OutputProcessorMetrics:
         self._retries.inc(max(finished.attempts - 1, 0))
         if finished.timeline.mixed_numerics:
             self._mixed.inc()
+        self._moves.inc(finished.timeline.moves)
         self._placement.observe(finished.timeline.placement_ns / 1e9)
         self._detokenize.inc(finished.timeline.detokenize_ns / 1e9)
 

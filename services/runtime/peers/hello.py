@@ -28,6 +28,8 @@ able to give larger ones."""
 
 PACKED_IDS = "packed_token_ids"
 """Names the feature of a hello whose sender reads ``Prompt.packed_token_ids``."""
+LIVE_MOVES = "live_moves"
+"""Names the feature of a hello whose sender moves running requests from engine to engine (``KVGrant.moves``)."""
 
 _COMPARED = ("model", "weights", "tokenizer", "block_hash_seed", "block_size", "kv_layout", "numerics")
 FOREIGN = ("vllm",)
@@ -55,7 +57,7 @@ def make_hello(
         fingerprint=fingerprint,
         max_message_bytes=MAX_MESSAGE_BYTES,
         initial_credit=initial_credit,
-        features=(PACKED_IDS,),
+        features=(PACKED_IDS, LIVE_MOVES),
     )
 
 

@@ -195,6 +195,10 @@ class PairRequest:
     num_verifies: int = 0
 
     @property
+    def decode_name(self) -> str:
+        return f"{self.name}/decode"
+
+    @property
     def is_done(self) -> bool:
         return self.is_aborted or self.finish_reason not in (None, FinishReason.PREFILLED)
 
@@ -259,7 +263,7 @@ class Pair:
         request.is_aborted = True
         request.prefill.core.abort_requests([request.name])
         if request.decode_added:
-            request.decode.core.abort_requests([_decode_name(request)])
+            request.decode.core.abort_requests([request.decode_name])
 
     def step(self, engine: Engine) -> bool:
         """One step if there is work; what it produced goes where it belongs."""
@@ -336,11 +340,11 @@ class Pair:
         request.error = output.error
         if output.finish_reason is FinishReason.PREFILLED:
             if request.decode_added:
-                request.decode.core.scheduler.accept_tokens(AcceptTokens(_decode_name(request), list(request.tokens)))
+                request.decode.core.scheduler.accept_tokens(AcceptTokens(request.decode_name, list(request.tokens)))
             else:
                 self._acquire(request, awaits_tokens=False)
         elif output.finish_reason is not None and request.decode_added:
-            request.decode.core.abort_requests([_decode_name(request)])
+            request.decode.core.abort_requests([request.decode_name])
 
     def _decoded(self, request: PairRequest, output: EngineCoreOutput) -> None:
         assert output.token_index == len(request.tokens) or not output.new_token_ids, "a token is missing or double"
@@ -361,7 +365,7 @@ class Pair:
         self.pump(request.prefill)
         (answer,) = answers
         request.target = answer.target
-        message = make_request(_decode_name(request), request.prompt, request.max_tokens, salt=request.salt)
+        message = make_request(request.decode_name, request.prompt, request.max_tokens, salt=request.salt)
         message.sampling_params = request.params or message.sampling_params
         message.accepted_token_ids = [] if awaits_tokens else list(request.tokens)
         message.remote_kv = answer.target
@@ -374,9 +378,9 @@ class Pair:
     def _follow(self, request: PairRequest, target: KVTarget, seen: int) -> None:
         def answered(answer: KVAnswer) -> None:
             if answer.failure:
-                self._tell(request, KVVerdict(_decode_name(request), valid=False, reason=answer.failure))
+                self._tell(request, KVVerdict(request.decode_name, valid=False, reason=answer.failure))
                 return
-            self._tell(request, KVRemoteProgress(_decode_name(request), answer.tokens_ready))
+            self._tell(request, KVRemoteProgress(request.decode_name, answer.tokens_ready))
             if answer.tokens_ready < answer.num_tokens:
                 self._follow(request, target, answer.tokens_ready)
 
@@ -403,7 +407,3 @@ class Pair:
         number = next(self._call_ids)
         self._calls[number] = answered
         engine.service.receive(make(number))
-
-
-def _decode_name(request: PairRequest) -> str:
-    return f"{request.name}/decode"

@@ -148,6 +148,7 @@ TABLE: Mapping[str, Row] = {
     **_each("VllmEngine/HealthCheck, VllmEngine/Abort, VllmEngine/GetModelInfo, VllmEngine/GetServerInfo", _READS),
     **_each("POST /pause, POST /resume, GET /is_paused, POST /sleep, POST /wake_up, GET /is_sleeping", _ADMIN),
     **_each("POST /reload_weights, POST /reset_prefix_cache, POST /start_profile, POST /stop_profile", _ADMIN),
+    **_each("POST /move_requests", _ADMIN),
     **_each("POST /reset_mm_cache, POST /reset_encoder_cache", _ADMIN),
     **_each("GET /v1/lora_adapters, GET /requests", _ADMIN),
     **_each("POST /v1/load_lora_adapter, POST /v1/unload_lora_adapter, POST /v1/pin_lora_adapter", _ADMIN_BODY),

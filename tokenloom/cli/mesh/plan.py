@@ -1,17 +1,22 @@
 """``tokenloom plan`` says how many engines of each role a running mesh needs, and changes roles if it is asked to;
-``tokenloom scale`` changes how many engines a mesh has, or ranks a data-parallel group, and loses no request.
+``tokenloom scale`` changes how many engines a mesh has, or ranks a data-parallel group, and loses no request;
+``tokenloom move`` lets running requests go on at another engine.
 
 A plan starts and stops no engine: the replicas that it wants are printed, and exported for KEDA or an autoscaler.
 """
 
 import asyncio
 import contextlib
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..failures import reported
+from ..server import ApiKey, BaseUrl
+
+_ANSWER = re.compile("[0-9a-f]{40}")
 
 
 def plan(
@@ -96,3 +101,33 @@ def scale(
             typer.echo(scale_engines(target, int(group)))
         else:
             typer.echo(scale_group(target, group, size, wait))
+
+
+def move(
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="The id of an answer, or an engine: all requests that it runs.")
+    ],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="Where they go on. Left out: the coordinator picks for each.")
+    ] = "",
+    base_url: BaseUrl = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Let running requests go on at another engine, with their KV. Their clients notice nothing.
+
+    The key is the administrator's. The engines need --kv-transports. What waits to run, or ends within a few tokens,
+    stays where it is; the exit status is 1 if anything does.
+    """
+    from urllib.parse import urlencode
+
+    from ..server import connect
+
+    with reported():
+        named = "request_id" if _ANSWER.search(request) else "source"
+        query = {named: request} | ({"target": engine} if engine else {})
+        found = connect(base_url, api_key).post(f"/move_requests?{urlencode(query)}", {}).value()
+    typer.echo(", ".join(f"{what}: {found[what]}" for what in ("moved", "ended", "stayed")))
+    for reason in found["reasons"]:
+        typer.echo(f"stayed: {reason}", err=True)
+    if found["stayed"]:
+        raise typer.Exit(1)

@@ -25,6 +25,8 @@ class FakeEngine(engine_pb2_grpc.EngineAdminServicer):
         self.files: dict[str, bytes] = {}
         self.error: errors.TokenloomError | None = None
         self.num_resets = 0
+        self.moved = pb.MoveRequestsResponse()
+        self.moves: list[pb.MoveRequestsRequest] = []
         self.may_change = asyncio.Event()
         self.may_change.set()
 
@@ -33,6 +35,12 @@ class FakeEngine(engine_pb2_grpc.EngineAdminServicer):
     ) -> pb.ResetEncoderCacheResponse:
         self.num_resets += 1
         return pb.ResetEncoderCacheResponse()
+
+    async def MoveRequests(self, request: pb.MoveRequestsRequest, context: Any) -> pb.MoveRequestsResponse:
+        self.moves.append(request)
+        if self.error is not None:
+            await wire_errors.abort(context, self.error)
+        return self.moved
 
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Any) -> pb.LoadLoraResponse:
         await self._fail(context)

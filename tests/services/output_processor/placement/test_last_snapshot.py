@@ -265,3 +265,15 @@ def test_a_request_goes_on_at_a_server_of_others_only_where_the_coordinator_allo
         assert snapshot.had_own
         snapshot.update(view(engines=[entry(theirs)], complete=True, mixes_numerics=mixes))
         assert snapshot.had_own, "it may come back"
+
+
+def test_an_engine_that_is_named() -> None:
+    others = entry(identity("other", model="n")), entry(identity("first", numerics="x"), role=PREFILL)
+    snapshot = fleet(entry(identity("a")), entry(identity("b"), role=DECODE), *others)
+    request = PickRequest(role=DECODE, prompt_tokens=10, fingerprint=OURS)
+    for name in ("a", "b"):
+        assert snapshot.named(request, name).engine.engine_id == name
+    assert pick(snapshot, DECODE) == "b", "both have a leg more"
+    for name in ("other", "first", "c"):
+        with pytest.raises(Unavailable, match=f"No engine {name} serves what this request needs"):
+            snapshot.named(request, name)

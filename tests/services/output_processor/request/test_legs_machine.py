@@ -1,5 +1,6 @@
 """Runs requests through any sequence of events: each ends once with exact tokens, and no engine keeps anything."""
 
+import random
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ from tokenloom.services.output_processor.request.sample_output import SampleOutp
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
+from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVGrant, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason
 
@@ -29,7 +30,7 @@ SELDOM = st.integers(0, 19).map(lambda value: value == 13)
 """For what cuts a life short: most should get far."""
 OFTEN = st.integers(0, 4).map(lambda value: value == 3)
 """For what a life survives."""
-TEXT = "Once upon a time there was a little fox"
+TEXT = "Once upon a time there was a little fox that was red"
 STOP_STRINGS = ["", "O", "upon", "there"]
 ERROR, PREFILLED = FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_PREFILLED
 STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
@@ -50,6 +51,8 @@ class Sent:
         self.granted = False
         self.num_tokens = len(add.accepted_token_ids)
         self.stop_at: int | None = None
+        self.moves_at: int | None = None
+        self.is_to_stay = False
 
     @property
     def is_live(self) -> bool:
@@ -60,6 +63,7 @@ class Engine:
     """One incarnation, and the link to it."""
 
     may_compute = False
+    moves_requests = True
 
     def __init__(self, number: int) -> None:
         self.identity = EngineIdentity(engine_id=f"engine-{number}", epoch=number)
@@ -90,6 +94,10 @@ class Engine:
     def stop_at(self, attempt: EngineAttempt, num_tokens: int) -> None:
         if (sent := self.live.get(attempt.slot)) is not None:
             sent.stop_at = num_tokens
+
+    def keep(self, attempt: EngineAttempt) -> None:
+        if (sent := self.live.get(attempt.slot)) is not None:
+            sent.is_to_stay = True
 
     def abort(self, attempt: EngineAttempt) -> None:
         if self.live.pop(attempt.slot, None) is not None:
@@ -170,6 +178,14 @@ class Placements:
             if entry in self.waiting:  # it was cancelled
                 self.waiting.remove(entry)
 
+    async def place_move(self, request: object, source: EngineKey, target: str, **_: object) -> EngineAttempt:
+        assert target == "engine-9"
+        attempt = await self.place(request, EngineRole.ENGINE_ROLE_DECODE, None)  # type: ignore[arg-type]
+        if attempt.link.key == source:
+            self.release(attempt)
+            raise Unavailable("it is to leave this engine")
+        return attempt
+
     def release(self, attempt: EngineAttempt) -> None:
         if attempt.is_counted:
             attempt.is_counted = False
@@ -211,7 +227,7 @@ class LegsMachine(RuleBasedStateMachine):
         self.placements = Placements()
 
     @precondition(lambda self: not hasattr(self, "live") or self.live.ended)
-    @rule(stop=st.sampled_from(STOP_STRINGS), max_tokens=st.integers(1, 8))
+    @rule(stop=st.sampled_from(STOP_STRINGS), max_tokens=st.integers(1, 11))
     def begin(self, stop: str, max_tokens: int) -> None:
         self.teardown()  # of the request before
         words, self.ids = vocabulary()
@@ -244,7 +260,7 @@ class LegsMachine(RuleBasedStateMachine):
     # Placement
 
     @precondition(lambda self: self.placements.waiting)
-    @rule(index=st.integers(0, 3), whole=SELDOM, number=st.integers(0, 3))
+    @rule(index=st.integers(0, 3), whole=st.booleans(), number=st.integers(0, 3))
     def place(self, index: int, whole: bool, number: int) -> None:
         index %= len(self.placements.waiting)
         role, _ = self.placements.waiting[index]
@@ -277,7 +293,8 @@ class LegsMachine(RuleBasedStateMachine):
         if sent.awaits:
             return
         has_token = sent.num_tokens > len(sent.add.accepted_token_ids)
-        if sent.num_tokens < self.max_tokens and sent.stop_at is None and not (sent.add.hold_kv and has_token):
+        is_prefilled = (sent.add.hold_kv and has_token) or sent.num_tokens == sent.moves_at
+        if sent.num_tokens < self.max_tokens and sent.stop_at is None and not is_prefilled:
             self.send_token(sent)
             if not ends_now:
                 return
@@ -287,9 +304,35 @@ class LegsMachine(RuleBasedStateMachine):
             sent.engine.finish(sent, STOP)
         elif sent.num_tokens >= self.max_tokens:
             sent.engine.finish(sent, LENGTH)
-        elif sent.add.hold_kv:
+        elif sent.add.hold_kv or sent.num_tokens == sent.moves_at:
             sent.engine.leases.add(sent.add.slot)
             sent.engine.finish(sent, PREFILLED, kv=self.kv(sent))
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3), more=st.integers(1, 3), early=SELDOM)
+    def move(self, index: int, more: int, early: bool) -> None:
+        """An engine hands over an attempt that runs, after some more tokens. ``early``: before it has brought any."""
+        sent = self.attempts[index % len(self.attempts)]
+        if sent.awaits or sent.add.hold_kv or sent.moves_at is not None or sent.stop_at is not None:
+            return
+        if not sent.attempt.has_output and not early:
+            self.step(index, False)
+            return
+        if sent.num_tokens + more < self.max_tokens:
+            sent.moves_at, sent.is_to_stay = sent.num_tokens + more, False
+            sent.engine.leases.add(sent.add.slot)
+            grant = KVGrant(slot=sent.add.slot, kv=self.kv(sent), moves=True, target="engine-9")
+            sent.attempt.owner.on_moving(sent.attempt, grant)
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3), is_preempted=SELDOM)
+    def stay(self, index: int, is_preempted: bool) -> None:
+        """An engine hears that an attempt is to stay, or loses its blocks."""
+        sent = self.attempts[index % len(self.attempts)]
+        if sent.moves_at is not None and (sent.is_to_stay or is_preempted):
+            sent.moves_at = None
+            sent.engine.leases.discard(sent.add.slot)
+            sent.attempt.owner.on_moving(sent.attempt, KVGrant(slot=sent.add.slot, moves=True))
 
     def send_token(self, sent: Sent) -> None:
         index = sent.num_tokens
@@ -339,8 +382,9 @@ class LegsMachine(RuleBasedStateMachine):
         """An engine refuses a request that every engine would refuse."""
         if now:
             sent = self.attempts[index % len(self.attempts)]
+            runs_elsewhere = any(other.moves_at is not None for other in self.attempts if other is not sent)
             sent.engine.finish(sent, ERROR, error={"code": 3, "reason": "INVALID_ARGUMENT", "message": "no"})
-            assert self.live.ended
+            assert self.live.ended != (sent.awaits and runs_elsewhere)
 
     @precondition(lambda self: hasattr(self, "live") and not self.live.ended)
     @rule(now=SELDOM)
@@ -368,6 +412,7 @@ class LegsMachine(RuleBasedStateMachine):
             self.check_freed()
         else:
             assert self.attempts or self.placements.waiting, "an engine or a placement works for it"
+            assert sum(not sent.awaits for sent in self.attempts) <= 1, "one engine generates"
 
     def check_freed(self) -> None:
         assert not self.attempts
@@ -383,3 +428,46 @@ class LegsMachine(RuleBasedStateMachine):
 
 TestLegs = LegsMachine.TestCase
 TestLegs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_outputs_move_there_and_back() -> None:
+    """The machine's rules in the proportion in which moves get far: most requests move several times, through losses of
+    either engine at any message."""
+    num_moves = num_full = 0
+    for seed in range(400):
+        draw, machine = random.Random(seed), LegsMachine()
+        machine.begin(stop=draw.choice(["", "", "there"]), max_tokens=draw.randint(6, 11))
+        for _ in range(500):
+            if machine.live.ended:
+                break
+            live = machine.live._output
+            act(machine, draw)
+            machine.tokens_are_exact_and_the_end_is_one()
+        assert machine.live.ended
+        num_moves += live.timeline.moves
+        num_full += machine.ends[0].reason in (STOP, LENGTH)
+        machine.teardown()
+    assert num_moves > 400
+    assert num_full > 300
+
+
+def act(machine: LegsMachine, draw: random.Random) -> None:
+    index, chance = draw.randrange(4), draw.random()
+    if machine.placements.waiting and chance < 0.3:
+        machine.place(index, whole=draw.random() < 0.8, number=draw.randrange(4))
+    elif machine.placements.waiting and chance < 0.31:
+        machine.placements.resolve(0, Unavailable("no engine")) if machine.live._is_moving else None
+    elif not machine.attempts:
+        return
+    elif chance < 0.55:
+        machine.move(index, draw.randint(1, 3), early=draw.random() < 0.05)
+    elif chance < 0.6:
+        machine.stay(index, is_preempted=draw.random() < 0.2)
+    elif chance < 0.62:
+        machine.die(index, now=True, is_alone=False)
+    elif chance < 0.63:
+        machine.leave(index, now=True, reason="TRY_ELSEWHERE")
+    elif chance < 0.64:
+        machine.be_full(index, now=True)
+    else:
+        machine.step(index, ends_now=draw.random() < 0.5)

@@ -1,0 +1,118 @@
+"""What an engine's front does with attempts that are to go on elsewhere, while their core answers or does not."""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+from tokenloom.engine_core.data.kv_messages import ENDS_SOON
+from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.request.errors import TokenloomError, TryElsewhere, Unavailable
+from tokenloom.services.engine.kv.kv_front import KVMoves, counted
+from tokenloom.services.engine.records.attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
+from tokenloom.v1.engine_pb2 import MoveRequestsResponse
+
+
+def attempt(number: int) -> Attempt:
+    kv, tokens = AttemptKV(b"", False), TokenCounts(10, 2, 5)
+    return Attempt(number, f"1.{number}", f"request-{number}", None, None, tokens, AttemptTimes(0.0), kv)
+
+
+def end(each: Attempt, reason: FinishReason) -> None:
+    each.finish_reason = reason
+    each.ended()
+
+
+class FakeCore:
+    """Answers each call with what ``lend`` returns, or raises."""
+
+    def __init__(self, attempts: list[Attempt], lend: Callable[[Attempt], str]) -> None:
+        self.attempts = attempts
+        self.lend = lend
+        self.failed: list[str] = []
+        self.asked: list[tuple[object, ...]] = []
+
+    def movable(self, request_id: str) -> list[Attempt]:
+        return [each for each in self.attempts if request_id in ("", each.request_id)]
+
+    async def call(self, method: str, *args: object) -> object:
+        assert method == "lend_request"
+        self.asked.append(args)
+        await asyncio.sleep(0)
+        return self.lend(next(each for each in self.attempts if each.key == args[0]))
+
+    def fail(self, each: Attempt, error: TokenloomError) -> None:
+        self.failed.append(each.request_id)
+        end(each, FinishReason.ERROR)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    for _ in range(100):
+        if holds():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came")
+
+
+def moves_of(core: FakeCore) -> KVMoves:
+    return KVMoves(core, Random(0))  # type: ignore[arg-type]
+
+
+async def test_an_attempt_is_lent_with_the_tokens_that_it_began_with() -> None:
+    core = FakeCore([attempt(1), attempt(2)], lambda _: "")
+    moving = asyncio.create_task(moves_of(core).move("request-1", "engine-1"))
+    await until(lambda: core.asked)
+    [(key, lease_id, num_given)] = core.asked
+    one = core.attempts[0]
+    assert (key, num_given) == ("1.1", 12)
+    assert (one.kv.lease_id, one.kv.target) == (lease_id, "engine-1")
+    await asyncio.sleep(0)
+    assert not moving.done()
+    end(one, FinishReason.PREFILLED)
+    assert counted(await moving) == MoveRequestsResponse(moved=1)
+
+
+async def test_attempts_that_end_at_any_moment_are_not_waited_for() -> None:
+    """Before the core is asked, while it answers, and while they are lent."""
+
+    def lend(each: Attempt) -> str:
+        if each.slot == 2:
+            end(each, FinishReason.STOP)
+            return "it has ended"
+        return ""
+
+    core = FakeCore([attempt(1), attempt(2), attempt(3)], lend)
+    moving = asyncio.create_task(moves_of(core).move("", ""))
+    end(core.attempts[0], FinishReason.ABORT)
+    await until(lambda: len(core.asked) == 2)
+    end(core.attempts[2], FinishReason.STOP)
+    assert counted(await moving) == MoveRequestsResponse(ended=3)
+
+
+async def test_what_stays_says_why() -> None:
+    def lend(each: Attempt) -> str:
+        if each.slot == 3:
+            raise Unavailable("the engine failed")
+        return "" if each.slot == 1 else ENDS_SOON
+
+    core = FakeCore([attempt(1), attempt(2), attempt(3)], lend)
+    moving = asyncio.create_task(moves_of(core).move("", ""))
+    await until(lambda: len(core.asked) == 3)
+    core.attempts[0].kv.stay()
+    told = counted(await moving)
+    assert (told.stayed, len(told.reasons)) == (3, 3)
+    assert {ENDS_SOON, "the engine failed"} < set(told.reasons)
+    assert all((each.kv.lease_id, each.kv.target) == (b"", None) for each in core.attempts)
+
+
+async def test_an_engine_that_ends_gets_rid_of_all() -> None:
+    """Of one that moves, of one that ends soon, which it waits for, and of those that cannot move."""
+    causes = {1: "", 2: ENDS_SOON, 3: "it waits to run"}
+    core = FakeCore([attempt(number) for number in causes], lambda each: causes[each.slot])
+    leaving = asyncio.create_task(moves_of(core).leave(TryElsewhere("it ends")))
+    await until(lambda: core.failed)
+    assert core.failed == ["request-3"]
+    end(core.attempts[1], FinishReason.LENGTH)
+    assert not leaving.done()
+    core.attempts[0].kv.stay()
+    await leaving
+    assert core.failed == ["request-3", "request-1"]

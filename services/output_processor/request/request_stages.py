@@ -358,6 +358,8 @@ class RequestStages:
     def _call_off(self, source: EngineAttempt) -> None:
         """Forget the engine that was to go on."""
         self._cancel_placement()
+        if self._decode is not None:
+            self._note_start(self._decode, None)
         self._end_decode()
         self._kv = None
         self._output.timeline.decode_engine = source.link.identity.engine_id
@@ -446,8 +448,14 @@ class RequestStages:
     def _stay_at_source(self) -> None:
         """Let the attempt go on that was to be handed over: the other one is lost, or was refused."""
         assert self._prefill is not None, "it moves"
-        self._decode = None
+        if self._decode is not None:
+            self._note_start(self._decode, None)
+            self._decode = None
         self._stay(self._prefill)
+
+    def _note_start(self, attempt: EngineAttempt, start: int | None) -> None:
+        if (trail := self._output.trail) is not None:
+            trail.note_start(attempt.link.identity.engine_id, attempt.slot, start)
 
     def _replace(self, attempt: EngineAttempt, *, has_weights: bool = True) -> None:
         """Continue on another engine, unless the output is complete or the request may have killed its engines.
@@ -496,6 +504,7 @@ class RequestStages:
         # The decode leg was placed while the prompt was still computed, so that it could copy blocks meanwhile; only
         # the first token was missing. For prompts of one step there is nothing to overlap, and it is placed now.
         if self._decode is not None:
+            self._note_start(self._decode, len(output.token_ids))
             self._decode.link.accept(self._decode, output.token_ids[self._decode.num_accepted :])
         elif self._next is not None:
             following, self._next = self._next, None

@@ -146,11 +146,22 @@ class OutputTrail:
 
     def note_preemptions(self, engine_id: str, slot: int, preempted_at: Sequence[int]) -> None:
         """Note at how many output tokens an attempt was preempted."""
-        legs = self.legs
-        for place in reversed(range(len(legs))):  # an earlier stream to the engine may have had the same slot
-            if (legs[place].engine_id, legs[place].slot) == (engine_id, slot):
-                legs[place] = legs[place]._replace(preempted_at=tuple(preempted_at))
-                return
+        if (place := self._find(engine_id, slot)) is not None:
+            self.legs[place] = self.legs[place]._replace(preempted_at=tuple(preempted_at))
+
+    def note_start(self, engine_id: str, slot: int, start: int | None) -> None:
+        """Note at how many output tokens an attempt took over that waited for another one; None: it never did."""
+        if (place := self._find(engine_id, slot)) is None:
+            return
+        if start is None:
+            del self.legs[place]
+        else:
+            self.legs[place] = self.legs[place]._replace(start=start)
+
+    def _find(self, engine_id: str, slot: int) -> int | None:
+        # From the last one on: an earlier stream to the engine may have had the same slot.
+        places = reversed(range(len(self.legs)))
+        return next((i for i in places if (self.legs[i].engine_id, self.legs[i].slot) == (engine_id, slot)), None)
 
     def keep(self, columns: SlotTextLogprobs) -> None:
         """Keep log probabilities, or give all of the sample up if there is no room for them."""

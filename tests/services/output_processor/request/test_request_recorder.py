@@ -14,17 +14,19 @@ from tests.services.output_processor.fakes import LENGTH, SOON, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import DECODE, PREFILL, part
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.request.request_records import RecordedRequest, RecordFiles, from_floats, read_records
 from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.request import request_recorder
 from tokenloom.services.output_processor.request.request_recorder import place_of
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
+from tokenloom.services.output_processor.request.telemetry import Leg, OutputTrail
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.service import running
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import SampleJournal
-from tokenloom.v1.types_pb2 import EngineRole, Logprobs, StructuredOutputs
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Logprobs, StructuredOutputs
 
 ID = "0" * 40
 
@@ -394,3 +396,14 @@ def test_a_model_is_named_from_everywhere(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert place_of("model") == str(tmp_path / "model")
     assert place_of("org/model") == "org/model"
+
+
+def test_a_leg_that_waited_for_another_one_begins_where_that_ended() -> None:
+    trail = OutputTrail(AdmissionLimit(100))
+    serves = Fingerprint()
+    trail.legs += [Leg("engine-0", 1, "whole", 0, serves), Leg("engine-1", 1, "decode", 12, serves)]
+    trail.note_start("engine-1", 1, 21)
+    trail.note_start("engine-2", 1, None)
+    assert [(leg.engine_id, leg.start) for leg in trail.legs] == [("engine-0", 0), ("engine-1", 21)]
+    trail.note_start("engine-1", 1, None)  # it never took over
+    assert [leg.engine_id for leg in trail.legs] == ["engine-0"]

@@ -1,14 +1,17 @@
 """Recorded requests are computed again: what is equal, what differs and where, and what cannot be replayed."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from tokenloom import __version__
+from tests.gpu_worker.lora.random_adapter import save_adapter
+from tokenloom import LoRARequest, __version__
 from tokenloom.engine_core.data.messages import Logprobs
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.outputs import RequestOutputKind
 from tokenloom.offline.replay import Replayed, Replayer, in_words, options_of
 from tokenloom.offline.sampling_params import SamplingParams
@@ -234,3 +237,25 @@ def test_options_come_from_the_recorded_numerics(
 ) -> None:
     assert options_of(with_output(recorded, 0, numerics=numerics)) == options
     assert options_of(replace(recorded, outputs=[])) == {}
+
+
+def test_a_request_with_an_adapter_comes_again_where_it_is_loaded(recorded: RecordedRequest, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", DEMO_MODEL, rank=8, seed=1)
+    options = {"dtype": "float32", "max_model_len": 256, "num_kv_blocks": 64}
+    replayer = Replayer("tokenloom-demo", {**options, "enable_lora": True, "lora_modules": (f"a={adapter}",)})
+    try:
+        engine = replayer._engine
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        engine.add_request("0", {"prompt_token_ids": PROMPT}, params, lora_request=LoRARequest("a", 1, str(adapter)))
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        token_ids = outputs[0].outputs[0].token_ids  # type: ignore[index,union-attr]
+        output = RecordedOutput(index=0, token_ids=token_ids, finish_reason="length")
+        digest = engine.client.call_utility("list_loras")[0][0][1]  # type: ignore[index]
+        params_of_record = {"max_tokens": 8, "temperature": 0.0}
+        adapted = replace(recorded, adapter=digest.hex(), outputs=[output], sampling_params=params_of_record)
+        first, second = replayer.replay([adapted, replace(adapted, adapter="")])
+        assert first.is_equal, first
+        assert second.differences, "the base model has other tokens"
+    finally:
+        replayer.close()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import psutil
@@ -24,6 +25,7 @@ from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
+from tokenloom.services.runtime.host import listener
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import Service, running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -139,8 +141,10 @@ class Mesh:
                 await self.gateway.start()
             yield self
         finally:
-            await self.gateway.stop()
-            await asyncio.gather(*(part.stop() for part in parts))
+            # Without the times in which a client that was just answered makes its next call: none is left.
+            with patch.multiple(listener, HOLD_SECONDS=0.0, _GOAWAY_SECONDS=0.0):
+                await self.gateway.stop()
+                await asyncio.gather(*(part.stop() for part in parts))
 
     @property
     def parts(self) -> "list[Part]":

@@ -8,14 +8,6 @@ import pytest
 
 from tests.services.gateway.fake_encoders import Vision, with_encoders
 from tests.services.gateway.fakes import FakeMesh
-from tokenloom.services.runtime.host import listener
-
-
-@pytest.fixture(autouse=True)
-def no_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends a gateway without the times in which its last gRPC client makes its next call: thousands end here."""
-    monkeypatch.setattr(listener, "HOLD_SECONDS", 0.0)
-    monkeypatch.setattr(listener, "_GOAWAY_SECONDS", 0.0)
 
 
 @pytest.fixture

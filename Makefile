@@ -40,8 +40,8 @@ PYTEST = $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadscope --no-loadsc
 # pytest's exit status 1; every other one means that the run itself broke (2 interrupted, 3 internal error, 4 wrong use,
 # 5 no tests, more than 128 a signal), and then tests that never ran would count as passed.
 AGAIN ?=
-# With TURN=N, a number, test and test-long run the part of the tests whose turn it is (tests/turns.py), as .ci/run does;
-# empty: all.
+# With TURN=N, a number, test, test-long and test-triton run the part of the tests whose turn it is (tests/turns.py), as
+# .ci/run does; empty: all.
 TURN ?=
 RUN_TESTS = $(PYTEST) $(1) $(if $(AGAIN),|| { status=$$?; test $$status = 1 && $(MAKE) test-again; })
 # How long `make soak` sends requests to a mesh without faults.
@@ -217,7 +217,7 @@ build/triton-$(TRITON_VERSION)/.installed:
 	@touch $@
 
 test-triton: install build/triton-$(TRITON_VERSION)/.installed ## run the kernels' tests with the oldest supported version of Triton and the locked torch
-	PYTHONPATH=build/triton-$(TRITON_VERSION) $(PYTEST) $(TRITON_TESTS)
+	$(if $(TURN),TEST_TURN=$(TURN)) PYTHONPATH=build/triton-$(TRITON_VERSION) $(PYTEST) $(TRITON_TESTS)
 
 matrix: install ## try every pair of features on a mesh of its own and write docs/reference/combinations.md (90 minutes; goes on where it ended)
 	$(BIN)/python -m tests.matrix

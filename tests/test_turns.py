@@ -51,8 +51,8 @@ def test_tests_that_share_a_case_run_in_the_same_turn() -> None:
 
 
 def test_of_each_test_that_computes_some_cases_run_and_all_in_turn() -> None:
-    for folder, parts in OF_EACH_TEST.items():
-        test, ids = f"{folder}test_a.py::one", [f"{level}-{rows}" for level in ("a", "b", "c") for rows in range(20)]
+    for place, parts in OF_EACH_TEST.items():
+        test, ids = f"{place}::one", [f"{level}-{rows}" for level in ("a", "b", "c") for rows in range(20)]
         plain, cases = Plain(test), [Case(f"{test}[{id}]", id) for id in ids]
         ran = [[*({*cases} - others([plain, *cases], turn))] for turn in range(7, 7 + parts)]
         assert {case.id for of_turn in ran for case in of_turn} == {*ids}
@@ -74,4 +74,5 @@ def test_every_long_file_has_its_turn_and_the_turns_are_of_like_size() -> None:
 
 def test_the_files_exist() -> None:
     assert all((ROOT / file).is_file() for file in (*CASES, *ALWAYS))
-    assert all((ROOT / folder).is_dir() for folder in (*FOLDERS, *OF_EACH_TEST))
+    assert all((ROOT / folder).is_dir() for folder in FOLDERS)
+    assert all((ROOT / place).exists() for place in OF_EACH_TEST)

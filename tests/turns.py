@@ -11,7 +11,7 @@ import pytest
 
 FILES = 3
 """In how many parts the files of ``FOLDERS`` take turns."""
-FOLDERS = ("tests/chaos/", "tests/e2e/", "tests/mesh/faults/", "tests/parity/", "tests/soak/")
+FOLDERS = ("tests/chaos/", "tests/e2e/", "tests/gpu_check/", "tests/mesh/faults/", "tests/parity/", "tests/soak/")
 ALWAYS = (
     "tests/e2e/test_demo.py",
     "tests/e2e/test_kill.py",
@@ -40,11 +40,19 @@ CASES = {
 }
 """In how many parts the cases of a file take turns."""
 OF_EACH_TEST = {
+    "tests/engine_core/data_parallel/": 3,
+    "tests/engine_core/executor/": 3,
+    "tests/engine_core/structured_output/": 3,
+    "tests/examples/test_policy_gradient.py": 3,
     "tests/explorer/": 3,
     "tests/gpu_worker/": 3,
+    "tests/services/gateway/formats/": 3,
+    "tests/services/gateway/openai/test_transcription_parity.py": 3,
     "tests/simulation/": 3,
+    "tests/tokenloom/cli/test_command_lines.py": 3,
+    "tests/tokenloom/offline/": 3,
 }
-"""In how many parts the cases of a folder's tests take turns; tests without cases always run."""
+"""In how many parts the cases of the tests of a folder or file take turns; tests without cases always run."""
 
 
 def of_other_turns(items: Iterable[pytest.Item], turn: int) -> list[pytest.Item]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from ctypes import PyDLL
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.coordinator import native_placement
+from tokenloom.services.coordinator.coordinator_servicer import NATIVE_ENGINES
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.engines.engine_stream import to_duration
+from tokenloom.services.coordinator.native_placement import use_natively
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
@@ -124,6 +129,25 @@ async def status_of(call: Any) -> errors.TokenloomError:
     except grpc.aio.AioRpcError as error:
         return wire_errors.from_rpc(error)
     raise AssertionError("the stream ended without an error")
+
+
+async def test_many_engines_are_compared_natively(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: asyncio.Future[Registry] = asyncio.get_running_loop().create_future()
+
+    def use(registry: Registry, library: PyDLL) -> None:
+        use_natively(registry, library)
+        used.set_result(registry)
+
+    monkeypatch.setattr(native_placement, "use_natively", use)
+    names = {f"e{number}" for number in range(NATIVE_ENGINES)}
+    for name in sorted(names)[1:]:
+        await coordinator.join(name)
+    assert coordinator.service.servicer is not None
+    assert not coordinator.service.servicer.has_many.is_set()
+    await coordinator.join(sorted(names)[0])
+    registry = await asyncio.wait_for(used, 60)
+    assert {await coordinator.pick() for _ in names} == names
+    assert registry.prefixes.native is not None
 
 
 async def test_an_engine_joins_reports_and_leaves(coordinator: Coordinator) -> None:

@@ -253,10 +253,11 @@ class ModelWorker:
         """Raise ``WeightsDamagedError`` in the place of each step from now on. Called from any thread."""
         log.error("%s; no step is computed any more", reason)
 
-        def refuse(*_: object) -> NoReturn:
+        def damaged(*_: object) -> NoReturn:
             raise WeightsDamagedError(reason)
 
         # In the place of the methods, so that steps ask nothing while the weights are whole.
+        refuse: Callable[..., NoReturn] = damaged
         self.execute_model = self.execute_dummy_batch = refuse  # type: ignore[method-assign]
 
     def _media_traits(self) -> MediaTraits | None:

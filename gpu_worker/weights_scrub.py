@@ -134,7 +134,7 @@ class _Piece:
         tensor = self.tensor
         start = tensor.storage_offset() * tensor.itemsize + self.first
         held = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        held.set_(tensor.untyped_storage(), start, (self.nbytes,), (1,))  # type: ignore[call-overload]
+        held.set_(tensor.untyped_storage(), start, (self.nbytes,), (1,))
         # Any one bit that flips changes a sum, which is all that memory of a device does by itself.
         whole = self.nbytes - self.nbytes % 4 if start % 4 == 0 else 0
         words = held[:whole].view(torch.int32) if whole else held[:0]

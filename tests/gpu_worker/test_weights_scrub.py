@@ -68,7 +68,7 @@ def scrub_of(worker: CPUWorker) -> WeightsScrub:
     return worker._scrub
 
 
-def flip(tensor: torch.Tensor, at: int, bit: int = 0) -> None:
+def flip(tensor: torch.Tensor, at: float, bit: int = 0) -> None:
     """Flip a bit as damaged memory does: no part of the worker is told. ``at``: share of the tensor, 0 to 1."""
     address, nbytes = _memory(tensor)
     byte = ctypes.c_uint8.from_address(address + min(int(at * nbytes), nbytes - 1))

@@ -143,6 +143,8 @@ class _Piece:
 
 _PIECE, _DEVICE_PIECE = 1 << 20, 1 << 26
 """Bytes that are compared at once: in 0.3 ms on a CPU, so that a compute thread waits no longer for its core."""
+_CAUGHT_UP = 16
+"""Pieces that are compared without their pauses because the thread came late, at most."""
 _HOUR = 3600.0
 _SHARE = 0.01
 """Of a core, which passes take at most unless the option says how long they may take."""
@@ -185,7 +187,7 @@ class WeightsScrub:
         self._on_damage, self._clock = on_damage, clock
         self._pieces: list[_Piece] = []
         self._next = 0
-        self._looked_at = clock()
+        self._looked_at = self._due_at = clock()
         self._lock = threading.Lock()  # held while weights change, and while pieces are compared
         # Not an event: what collects garbage may close it in any thread, also while that thread waits here.
         self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -237,10 +239,16 @@ class WeightsScrub:
 
     def _pause(self, spent: float) -> float:
         """Return how many seconds to wait before the next pieces; ``spent``: those that the last ones took."""
+        now = self._clock()
         if not self.num_bytes:
+            self._due_at = now
             return min(self.pass_seconds, _ASLEEP_SECONDS)
+        # By the clock, so that a thread that had to wait for a core catches up, though not with what a stopped machine
+        # has missed.
+        share = self.pass_seconds * min(1.0, _PIECE / self.num_bytes)
+        self._due_at = max(self._due_at, now - _CAUGHT_UP * share) + share
         # At most half of a core, however short a pass is wanted to be.
-        return max(spent, self.pass_seconds * min(1.0, _PIECE / self.num_bytes) - spent)
+        return max(spent, self._due_at - now)
 
     def _learn(self, weights: Mapping[str, Tensor]) -> None:
         known = {(id(piece.tensor), piece.first): piece for piece in self._pieces}

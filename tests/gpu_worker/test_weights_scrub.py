@@ -344,3 +344,15 @@ def test_parts_that_hold_no_weights_are_left_out() -> None:
     shared = torch.ones(3)
     found = weights_of({"model": {"a": shared, "b": [shared, torch.empty(0)], "kept_states": torch.ones(2)}})
     assert list(found) == ["model.a"]
+
+
+def test_experts_that_steps_move_are_left_out(save_checkpoint: SaveCheckpoint) -> None:
+    """Those of ``enable_eplb``: any step may put others in their places."""
+    worker = CPUWorker(make_config(model=str(save_checkpoint("qwen3_moe")), dtype="float32"))
+    worker.load_model()
+    assert worker._slot is not None
+    model = worker._slot.model
+    of_all, of_rest = weights_of({"model": model}), weights_of({"model": model}, moves_experts=True)
+    assert any("_experts" in name for name in of_all)
+    assert of_rest.keys() == {name for name in of_all if ".mlp." not in name}
+    worker.shutdown()

@@ -21,7 +21,7 @@ from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
 from tokenloom.services.gateway.records import pooling_input
 from tokenloom.services.gateway.request_log import finished_request as recent_requests
-from tokenloom.services.gateway.responses import mcp_rounds, mcp_servers, response_store
+from tokenloom.services.gateway.responses import mcp_rounds, mcp_servers, response_store, responses_endpoint
 from tokenloom.services.gateway.tenants import tenant as tenant_limits
 from tokenloom.supervisor import part, ports
 
@@ -116,6 +116,7 @@ SENTENCES = {
         f"for {mcp_rounds.MAX_ROUNDS} rounds and {mcp_servers.MAX_CALLS} calls",
         f"at most {mcp_servers.MAX_OPEN} are open, which",
         f"within {charge.KEPT_SECONDS:.0f} s of the end",
+        f"whose request is larger than {responses_endpoint.MAX_RECIPE_BYTES >> 20} MiB",
     ],
     "docs/use/embeddings.md": [
         f"a call has at most {pooling_input.MAX_INPUTS:,} inputs",

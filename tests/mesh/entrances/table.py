@@ -91,6 +91,11 @@ _SOUND_IN_PARTS: Row = {
 }
 _STORED = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=_NO_BODY, idle=_NO_BODY)
 _KEEPS = _row(_MEMORY, key=Probed(), bytes_=_NO_BODY)
+_RECALLS = _row(
+    Nothing("it reads memory, or continues in the background what another gateway began, as the row of that says"),
+    key=Probed(),
+    bytes_=_NO_BODY,
+)
 _KEEPS_BODY = _row(_MEMORY, key=Probed(), bytes_=Probed(), idle=Probed())
 _CALLS = _row(Probed(), idle=_ONE_MESSAGE)
 _WAITS = _row(Probed())
@@ -131,7 +136,7 @@ TABLE: Mapping[str, Row] = {
     "Inference/Transcribe": _SOUND_IN_PARTS,
     **_each("GET /v1/files, GET /v1/files/*, DELETE /v1/files/*, GET /v1/files/*/content", _STORED),
     **_each("GET /v1/batches, GET /v1/batches/*, POST /v1/batches/*/cancel", _STORED),
-    **_each("GET /v1/responses/*, DELETE /v1/responses/*, POST /v1/responses/*/cancel", _KEEPS),
+    **_each("GET /v1/responses/*, DELETE /v1/responses/*, POST /v1/responses/*/cancel", _RECALLS),
     **_each("GET /v1/conversations/*, DELETE /v1/conversations/*, GET /v1/conversations/*/items", _KEEPS),
     **_each("GET /v1/conversations/*/items/*, DELETE /v1/conversations/*/items/*", _KEEPS),
     **_each("POST /v1/conversations, POST /v1/conversations/*, POST /v1/conversations/*/items", _KEEPS_BODY),

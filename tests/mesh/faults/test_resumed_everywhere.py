@@ -57,14 +57,13 @@ def shown(event: Any) -> tuple[Any, ...]:
     return event.sequence_number, event.type, getattr(event, "delta", None), content and str(content)
 
 
-async def read_until(stream: Any, enough: int) -> list[Any]:
-    """Return events up to the one with this number."""
-    events = []
+async def read_until(stream: Any, enough: int, events: list[Any]) -> None:
+    """Add events up to the one with this number."""
     async for event in stream:
         events.append(event)
         if event.sequence_number >= enough:
-            return events
-    raise AssertionError("the response ended before its gateway was killed")
+            return
+    raise AssertionError("the response ended before its gateway")
 
 
 @pytest.mark.parametrize("kind", RESPONSES)
@@ -73,7 +72,8 @@ async def test_a_stream_of_responses_goes_on_after_any_event(socket_dir: Path, k
     body: dict[str, Any] = {"model": MODEL, "background": True, "stream": True, **RESPONSES[kind]}
     body["extra_body"] = {"seed": 5, "ignore_eos": kind == "text"}
     async with two_gateways(socket_dir) as (mesh, https, kill), mesh.http() as http, asyncio.timeout(SOON):
-        events = await read_until(await openai_client(https).responses.create(**body), 6)
+        events: list[Any] = []
+        await read_until(await openai_client(https).responses.create(**body), 6, events)
         await kill()
         client, response_id = openai_client(http), events[0].response.id
         rest = await client.responses.retrieve(response_id, stream=True, starting_after=events[-1].sequence_number)
@@ -114,6 +114,29 @@ async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
     return response
 
 
+async def test_a_response_in_the_background_leaves_a_gateway_that_drains(socket_dir: Path) -> None:
+    body: dict[str, Any] = {"model": MODEL, "background": True, "stream": True, **RESPONSES["text"]}
+    body["extra_body"] = {"seed": 8, "ignore_eos": True}
+    async with (
+        Mesh(socket_dir, engine=SLOW).running() as mesh,
+        process(mesh, socket_dir, "--drain", "migrate") as (victim, https),
+        mesh.http() as http,
+        asyncio.timeout(SOON),
+    ):
+        stream = aiter(await openai_client(https).responses.create(**body))
+        events: list[Any] = []
+        await read_until(stream, 6, events)
+        victim.terminate()
+        with pytest.raises(openai.APIError, match="shuts down"):
+            await read_until(stream, 10_000, events)
+        client, response_id = openai_client(http), events[0].response.id
+        rest = await client.responses.retrieve(response_id, stream=True, starting_after=events[-1].sequence_number)
+        events += [event async for event in rest]
+        reference = [event async for event in await client.responses.create(**body)]
+        assert [shown(event) for event in events] == [shown(event) for event in reference]
+        await mesh.until_idle()
+
+
 async def test_a_response_is_cancelled_and_deleted_at_another_gateway(socket_dir: Path) -> None:
     body: dict[str, Any] = {"model": MODEL, "background": True, "input": "Once", "max_output_tokens": 400}
     body["extra_body"] = {"ignore_eos": True}
@@ -135,10 +158,11 @@ async def test_a_stream_of_responses_goes_on_after_an_output_processor_and_a_gat
         asyncio.timeout(SOON),
     ):
         stream = aiter(await openai_client(https).responses.create(**body))
-        events = await read_until(stream, 6)
+        events: list[Any] = []
+        await read_until(stream, 6, events)
         (runs,) = [each for each in mesh.output_processors if num_live(each.service)]
         await runs.kill()
-        events += await read_until(stream, events[-1].sequence_number + 6)
+        await read_until(stream, events[-1].sequence_number + 6, events)
         await kill()
         client = openai_client(http)
         rest = await client.responses.retrieve(

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ LOADER, NEIGHBOUR = "loader", "neighbour"
 PAUSE_SECONDS = 0.05
 CALM_SECONDS = 6.0
 LOADED_SECONDS = 20.0
+NUM_SLOWEST = 3
+"""Answers of which it is printed where they spent their time."""
 MAX_RATIO = 2.0
 MAX_STALL_SECONDS = 0.1
 STALL_P999_SECONDS = 0.02
@@ -113,6 +116,7 @@ class Neighbour:
 
     Attributes:
         seconds: Of each answer.
+        slowest: Where the slowest answers spent their time, as the gateway says; with their seconds.
         statuses: How often each was answered.
     """
 
@@ -121,19 +125,23 @@ class Neighbour:
         self._bodies = bodies
         self._numbers = count()
         self.seconds: list[float] = []
+        self.slowest: list[tuple[float, dict[str, Any]]] = []
         self.statuses: Counter[int] = Counter()
 
     async def measure(self, seconds: float) -> None:
         """Send for so long."""
-        self.seconds, self.statuses = [], Counter()
+        self.seconds, self.slowest, self.statuses = [], [], Counter()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             number = next(self._numbers)
             body = {"prompt": f"Once upon {number} times", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
-            body |= {"model": DEMO_MODEL_NAME, **self._bodies[number % len(self._bodies)]}
+            body |= {"model": DEMO_MODEL_NAME, "return_timeline": True, **self._bodies[number % len(self._bodies)]}
             began = time.monotonic()
             response = await self._http.post("/v1/completions", json=body, headers=_key(NEIGHBOUR))
-            self.seconds.append(time.monotonic() - began)
+            self.seconds.append(took := time.monotonic() - began)
+            if response.is_success:
+                self.slowest.append((took, response.json()["timeline"]))
+                self.slowest = sorted(self.slowest, key=itemgetter(0))[-NUM_SLOWEST:]
             self.statuses[response.status_code] += 1
             await asyncio.sleep(PAUSE_SECONDS)
 
@@ -264,6 +272,9 @@ async def _measure(mesh: Mesh, name: str, case: Case, seconds: float, stalls: St
             f"{name:<16} p50 {neighbour.quantile(0.5) * 1e3:5.0f} ms  p99 {calm * 1e3:4.0f} to {beside * 1e3:5.0f} ms "
             f"(allowed {allowed * 1e3:4.0f}, {len(neighbour.seconds)} answers)  load {answers[0]}"
         )
+        for took, timeline in neighbour.slowest:
+            parts = (f"{key[:-3]} {ms:.0f}" for key, ms in timeline.items() if key.endswith("_ms") and ms >= 0.5)
+            print(f"    an answer after {took * 1e3:.0f} ms, of which {', '.join(parts)} ms at the gateway")
         wrong = [f"{name}: p99 {beside * 1e3:.0f} ms"] if beside > allowed else []
         wrong += [f"{name}: the neighbour got {dict(neighbour.statuses)}"] if set(neighbour.statuses) != {200} else []
         for part, (p999, longest) in sorted(stalls.worst(began).items()):

@@ -66,7 +66,7 @@ REPORTED_SECONDS = 1.5
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 
 
-NATIVE_ENGINES = 32
+NATIVE_ENGINES = 8
 """Fewer engines do not get so many picks that their time matters: no native code is compiled or loaded for them."""
 
 

@@ -9,7 +9,6 @@ import sys
 import threading
 from pathlib import Path
 
-from tokenloom.gpu_worker.layers.weight_memory import weight_memory
 from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.models.architectures import ModelLoader
 from tokenloom.process.memory import return_freed, status_bytes
@@ -41,9 +40,6 @@ class PeakOfAnonymousMemory:
 
 def main(path: Path, other: Path) -> None:
     """Print the peaks in bytes by quantization, as JSON."""
-    # A slab is freed with the last of its weights, so it must be small compared to the model, as it is for the models
-    # that are served.
-    weight_memory._slab = 4 << 20
     # Otherwise glibc keeps larger and larger blocks that are freed.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     peaks = {}

@@ -137,6 +137,29 @@ async def test_a_response_in_the_background_leaves_a_gateway_that_drains(socket_
         await mesh.until_idle()
 
 
+async def test_a_stream_moves_to_the_gateway_that_is_asked_for_it(socket_dir: Path) -> None:
+    """There and back, while both live."""
+    body: dict[str, Any] = {"model": MODEL, "background": True, "stream": True, **RESPONSES["text"]}
+    body["extra_body"] = {"seed": 9, "ignore_eos": True}
+    async with two_gateways(socket_dir) as (mesh, https, _), mesh.http() as http, asyncio.timeout(SOON):
+        there, here = openai_client(https), openai_client(http)
+        events: list[Any] = []
+        stream = aiter(await there.responses.create(**body))
+        await read_until(stream, 4, events)
+        response_id = events[0].response.id
+        for number, client in enumerate((here, there, here), 2):
+            before, at = stream, events[-1].sequence_number
+            stream = aiter(await client.responses.retrieve(response_id, stream=True, starting_after=at))
+            await read_until(stream, at + 4 * number, events)
+            with pytest.raises(openai.APIError, match="continues in another call"):
+                await read_until(before, 10_000, [])
+        events += [event async for event in stream]
+        reference = [event async for event in await here.responses.create(**body)]
+        assert [shown(event) for event in events] == [shown(event) for event in reference]
+        assert (await ended(there, response_id)).output == events[-1].response.output
+        await mesh.until_idle()
+
+
 async def test_a_response_is_cancelled_and_deleted_at_another_gateway(socket_dir: Path) -> None:
     body: dict[str, Any] = {"model": MODEL, "background": True, "input": "Once", "max_output_tokens": 400}
     body["extra_body"] = {"ignore_eos": True}

@@ -159,7 +159,7 @@ class KVHandover(_message.Message):
     def __init__(self, hold: _Optional[bool] = ..., source: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ..., first_token_id: _Optional[int] = ...) -> None: ...
 
 class SampleJournal(_message.Message):
-    __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished", "weights", "numerics", "mixed_numerics")
+    __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished", "weights", "numerics", "mixed_numerics", "end")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EMITTED_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class SampleJournal(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     MIXED_NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     emitted_text_bytes: int
@@ -174,7 +175,8 @@ class SampleJournal(_message.Message):
     weights: _containers.RepeatedScalarFieldContainer[bytes]
     numerics: str
     mixed_numerics: bool
-    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., finished: _Optional[bool] = ..., weights: _Optional[_Iterable[bytes]] = ..., numerics: _Optional[str] = ..., mixed_numerics: _Optional[bool] = ...) -> None: ...
+    end: RequestFinished
+    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., finished: _Optional[bool] = ..., weights: _Optional[_Iterable[bytes]] = ..., numerics: _Optional[str] = ..., mixed_numerics: _Optional[bool] = ..., end: _Optional[_Union[RequestFinished, _Mapping]] = ...) -> None: ...
 
 class TextOptions(_message.Message):
     __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "stream_interval")

@@ -59,7 +59,7 @@ class Collector:
         for _ in range(num_outputs):
             self._token_ids.append(array("I"))
         self._text_bytes = [0] * num_outputs
-        self._ended = [False] * num_outputs
+        self._ended: list[output_processor_pb2.RequestFinished | None] = [None] * num_outputs
         self._live = num_outputs
         self._error: errors.TokenloomError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -90,7 +90,8 @@ class Collector:
             sample_index=sample_index,
             token_ids=self._token_ids[index],
             emitted_text_bytes=self._text_bytes[index],
-            finished=self._ended[index],
+            finished=self._ended[index] is not None,
+            end=self._ended[index],
         )
 
     def put(
@@ -143,11 +144,11 @@ class Collector:
         if finished.reason not in _ENDS:
             raise WrongFrame(f"{finished.reason} is no reason to finish")
         num_tokens = self.num_tokens(index)
-        if finished.completion_tokens != num_tokens or self._ended[index]:
+        if finished.completion_tokens != num_tokens or self._ended[index] is not None:
             raise WrongFrame(f"{finished.completion_tokens} output tokens were sent, {num_tokens} arrived")
         delta = self._pending.setdefault(index, Delta(index, num_tokens))
         delta.finished = finished
-        self._ended[index] = True
+        self._ended[index] = finished
         self._live -= 1
         self._wake()
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tokenloom.request import errors, wire_errors
@@ -26,7 +27,7 @@ from ..placement.engine_search import Lifetime
 from ..placement.placement import FirstPick, Placer
 from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
-from .outbox import Outbox
+from .outbox import NOWHERE, Outbox
 from .pooled_request import PooledRequest
 from .request_stages import RequestStages
 from .sample_output import SampleOutput
@@ -60,9 +61,11 @@ class SampleGroup:
         trace: RequestSpan | None,
         on_sample_end: Callable[[RequestFinished], None],
         on_end: Callable[[int], object],
+        ended: Iterable[SampleOutput] = (),
     ) -> None:
+        """``ended``: samples that have ended at another output processor."""
         self._submit = submit
-        self._outputs = samples
+        self._outputs = sorted([*samples, *ended], key=attrgetter("sample_index"))
         self._placer = placer
         self._trace = trace
         self._on_sample_end = on_sample_end
@@ -427,9 +430,16 @@ class Requests:
         journals = _journals(submit, count) if submit.journals else {}
         words, ends, clock = self._vocabulary, self._eos_token_ids, self._clock
         samples: list[SampleOutput] = []
+        ended: list[SampleOutput] = []
         for index in range(count):
             journal = journals.get(index)
-            if journal is None or not journal.finished:
+            if journal is not None and journal.finished:
+                # Kept for a call that resumes the request, which may have nothing of it.
+                if submit.fingerprint and journal.HasField("end"):
+                    output = SampleOutput(submit, words, ends, NOWHERE, clock, sample_index=index, journal=journal)
+                    output.ended_elsewhere(journal.end)
+                    ended.append(output)
+            else:
                 sample = SampleOutput(
                     *(submit, words, ends, outbox, clock),
                     sample_index=index,
@@ -442,7 +452,9 @@ class Requests:
         live = self._limit.take(submit, len(samples))
         try:
             owner = self.kept.tasks if submit.fingerprint else tasks
-            group = SampleGroup(submit, samples, self._placer, owner, trace, partial(self._sample_ended, live), on_end)
+            group = SampleGroup(
+                submit, samples, self._placer, owner, trace, partial(self._sample_ended, live), on_end, ended
+            )
             if submit.fingerprint:
                 group.on_over = self.kept.ended
                 self.kept.add(group)

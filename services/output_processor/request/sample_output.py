@@ -99,6 +99,12 @@ class SampleOutput:
         self.timeline = Timeline() if journal is None else Timeline(mixed_numerics=journal.mixed_numerics)
         self.num_attempts = 1
 
+    def ended_elsewhere(self, finished: RequestFinished) -> None:
+        """Take the journal of a sample that had ended at an output processor that was lost. Nothing is sent of it until
+        a call resumes the request."""
+        self.replay()
+        self.finished = finished
+
     def replay(self) -> StopMatch | None:
         """Take the tokens of the journal, send their text beyond what the client has, and return the stop string that
         they complete."""

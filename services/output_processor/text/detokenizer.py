@@ -331,7 +331,7 @@ class Detokenizer:
             return None
         # Text within min_tokens may still be the beginning of a stop string that a later token completes, so it is
         # passed over and not forgotten.
-        if self.num_tokens <= self._min_tokens:
+        if 0 < self._min_tokens >= self.num_tokens:
             texts.append(self._stop.pass_over(text))
             return None
         found = self._stop.feed(text)

@@ -17,6 +17,7 @@ from tokenloom.v1.output_processor_pb2 import (
     RecallRequest,
     RequestFinished,
     Resume,
+    SampleJournal,
     SamplePosition,
     Submit,
     Withdrawal,
@@ -96,6 +97,34 @@ async def test_a_request_continues_on_the_stream_of_another_gateway(mesh: Mesh, 
     texts, tokens, (finished,) = await collect(again)
     assert (texts[0], tokens[0]) == (TEXT, ids)
     assert (finished.slot, finished.reason, finished.completion_tokens) == (1, LENGTH, len(ids))
+
+
+@pytest.mark.parametrize("of_older_gateway", [False, True])
+async def test_a_sample_that_had_ended_elsewhere_is_sent_to_a_call_that_resumes(
+    mesh: Mesh, of_older_gateway: bool
+) -> None:
+    """Its output processor was lost, then the client's connection: the call that resumed found no such request."""
+    a, b = mesh.ids("Once upon"), mesh.ids("a time")
+    over = RequestFinished(slot=1, reason=LENGTH, completion_tokens=len(a), prompt_tokens=3)
+    journals = [
+        SampleJournal(token_ids=a, emitted_text_bytes=9, finished=True, end=None if of_older_gateway else over),
+        SampleJournal(sample_index=1, token_ids=b[:1], emitted_text_bytes=1),
+    ]
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[kept(num_samples=2, journals=journals)])
+    stream = await mesh.engines[0].next_stream()
+    (only,) = await stream.next_adds(1)
+    stream.send((only.slot, 1, b[1:]), finished=end(only.slot, len(b)))
+    texts, tokens, ends = await collect(gateway)
+    assert (texts, tokens, [each.sample_index for each in ends]) == ({1: " time"}, {1: b[1:]}, [1])
+    other = await mesh.gateway(peer_id="other")
+    if of_older_gateway:
+        assert await refusal(other, num_samples=2) == "REQUEST_LOST"
+        return
+    await other.send(resume=[resume(7, num_samples=2)])
+    texts, tokens, ends = await collect(other, 2)
+    assert (texts, tokens) == ({0: "Once upon", 1: "a time"}, {0: a, 1: b})
+    assert [(each.slot, each.sample_index, each.completion_tokens) for each in ends] == [(7, 0, len(a)), (7, 1, len(b))]
 
 
 @pytest.mark.parametrize("detached", [True, False])

@@ -55,6 +55,7 @@ _SIZES = st.lists(st.integers(1, 4), max_size=30)
 
 
 @given(prompt=_IDS, ids=_IDS, sizes=_SIZES, stop=_STOPS)
+@example(prompt=[126], ids=[], sizes=[], stop=["\ufffd"])  # the end completes the prompt's last character
 def test_how_tokens_are_grouped_into_calls_changes_nothing(
     tokenizer: Tokenizer, prompt: list[int], ids: list[int], sizes: list[int], stop: list[str]
 ) -> None:

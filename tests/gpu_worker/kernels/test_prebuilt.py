@@ -82,6 +82,18 @@ def test_without_openmp_it_is_not_used(tmp_path: Path, monkeypatch: pytest.Monke
     place(tmp_path, BEST)
     monkeypatch.setattr(prebuilt, "expose_openmp", fail)
     assert find_prebuilt("fused", {}, [BEST], tmp_path) is None
+    path = place(tmp_path, BEST, "placement")
+    assert find_prebuilt("placement", {}, [BEST], tmp_path) == path, "what uses no OpenMP needs no such library"
+
+
+def test_what_uses_no_openmp_is_built_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("libgomp.so.1: no such file")
+
+    monkeypatch.setattr(compiler, "expose_openmp", fail)
+    assert build("placement", cache_dir=tmp_path).exists()
+    with pytest.raises(KernelsUnavailable, match="no such file"):
+        build("pool", cache_dir=tmp_path)
 
 
 def test_every_variant_has_one_name() -> None:

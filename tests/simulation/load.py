@@ -86,6 +86,8 @@ class Client:
         self._mesh = mesh
         self._request_id = ""
         self._loop = mesh.network.loop
+        self._num_fruitless = 0  # calls in a row that have brought nothing
+        self._num_tokens = 0  # when the last call began
         self._asking: asyncio.Task[None] | None = None
         self._left: list[asyncio.Task[None]] = []  # calls that the client has left
 
@@ -121,6 +123,7 @@ class Client:
         self.answer.gateways.append(gateway.name)
         asking = self._loop.create_task(self._record(gateway.service.generator), context=process.context)
         self._asking, leaves_at = asking, self._loop.time() + self._patience()
+        self._num_tokens = sum(map(len, self.answer.tokens))
         while not asking.done():  # a process that dies ends nothing
             await asyncio.sleep(_LOOK_SECONDS)
             if process.is_dead and not asking.done():
@@ -138,16 +141,21 @@ class Client:
         return not is_taken
 
     def _patience(self) -> float:
-        """Return for how many seconds the client waits now for the end of its answer."""
+        """Return for how many seconds the client waits now for the end of its answer: twice as long as before where
+        that has brought nothing. One that always left sooner than its prompt was encoded would never be answered."""
         ask = self.answer.ask
         if ask.patience is None:
             return math.inf
-        return ask.patience if ask.away < _LONG_AWAY_SECONDS or not self.answer.num_moves else _LONG_PATIENCE_SECONDS
+        if ask.away > _LONG_AWAY_SECONDS and self.answer.num_moves:
+            return _LONG_PATIENCE_SECONDS
+        return min(ask.patience * 2**self._num_fruitless, _LONG_PATIENCE_SECONDS)
 
     def _leave(self, asking: "asyncio.Task[None]") -> None:
         """Leave a call, of which its gateway learns later."""
         self.answer.was_cut = True
         self.answer.num_moves += 1
+        has_brought = sum(map(len, self.answer.tokens)) > self._num_tokens
+        self._num_fruitless = 0 if has_brought else self._num_fruitless + 1
         self._left.append(asking)  # the event loop holds no task
         self._loop.call_later(self.answer.ask.unnoticed, asking.cancel)
 

@@ -28,7 +28,8 @@ class Ask:
         files: What the marks in the prompt stand for.
         cut_after: Seconds after which the client's connection to its gateway ends, so that it resumes; None: never.
         patience: Seconds after which the client leaves a gateway that has not ended its answer, and repeats its request
-            under the same key at the next one, each time; None: it stays, and has no key.
+            under the same key at the next one, each time; it waits twice as long where that has brought nothing. None:
+            it stays, and has no key.
         unnoticed: Seconds after which a gateway learns that the client has left it.
         away: Seconds that pass until the client calls the next gateway.
     """

@@ -262,6 +262,9 @@ KINDS: dict[str, dict[str, Any]] = {
 SHOWN = ("text", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "stop_reason")
 
 
+MOST_ROUNDS = 20
+
+
 async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     """What a client sees of an answer, by index; and how often its outputs moved."""
     body = {"model": MODEL, "prompt": prompt_of(70, 3), "max_tokens": 70, "temperature": 0, "ignore_eos": True}
@@ -274,24 +277,27 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 async def check_all_kinds(users: Users, kinds: dict[str, dict[str, Any]]) -> int:
-    """Asks for all kinds twice, the second time moving them all the time, and compares. Returns the moves."""
+    """Asks for all kinds, and again while they move all the time, until each has moved. Returns the moves."""
     still = await asyncio.gather(*(complete(users.http, **fields) for fields in kinds.values()))
-    asked = [asyncio.create_task(complete(users.http, **fields)) for fields in kinds.values()]
-    while not all(task.done() for task in asked):
-        for engine in users.mesh.engines:
-            assert (await users.move(source=engine.name)).status_code == 200
-    moved = [await task for task in asked]
-    for name, before, after in zip(kinds, still, moved, strict=True):
-        assert after["choices"] == before["choices"], name
-        assert after["moves"], f"{name} did not move"
-    return sum(each["moves"] for each in moved)
+    expected, num_moves = dict(zip(kinds, still, strict=True)), dict.fromkeys(kinds, 0)
+    for _ in range(MOST_ROUNDS):  # a busy machine may let a short one end before it is asked to move
+        if not (left := [name for name in kinds if not num_moves[name]]):
+            return sum(num_moves.values())
+        asked = {name: asyncio.create_task(complete(users.http, **kinds[name])) for name in left}
+        while not all(task.done() for task in asked.values()):
+            for engine in users.mesh.engines:
+                assert (await users.move(source=engine.name)).status_code == 200
+        for name, task in asked.items():
+            assert task.result()["choices"] == expected[name]["choices"], name
+            num_moves[name] += task.result()["moves"]
+    raise AssertionError(f"some never moved: {num_moves}")
 
 
 async def test_every_kind_of_request_moves(socket_dir: Path) -> None:
     async with moving_mesh(socket_dir, max_num_seqs=32) as (mesh, users):
         text = (await complete(users.http))["choices"][0]["text"]
         kinds = {**KINDS, "stop": {"stop": [text[-12:-9]]}}
-        assert await check_all_kinds(users, kinds) > 2 * len(kinds)
+        assert await check_all_kinds(users, kinds) >= len(kinds)
         assert not any(engine.recomputes() for engine in mesh.engines)
         await mesh.check_nothing_is_left()
 

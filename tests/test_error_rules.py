@@ -19,6 +19,7 @@ KEPT = {
     "encoder/sound_decoders.py:read": "its caller is the edge of one Put",
     "engine/control/data_parallel.py:start_wave": "sends one number to the core, which may be dead or refuse it",
     "engine/core/core_link.py:run_aborts": "sends names to the core, which may be dead or refuse them",
+    "engine/core/core_link.py:keep": "awaited by the reader of one stream, and asks the core; no task",
     "engine/kv/kv_loads.py:run": "reads what this engine's own core sends",
     "engine/kv/kv_loads.py:_hold": "its caller is the edge of one load",
     "engine/service.py:_start": "any other error ends the start",

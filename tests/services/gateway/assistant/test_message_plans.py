@@ -31,7 +31,11 @@ from tokenloom.v1.types_pb2 import SamplingParams
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TEXT = f"<think>Hm.</think>I ask.{CALL}I wait.{CALL}Done."
 THINK = opener(next(iter(REASONING_FORMATS.values())))
-PLAN = MessagePlan(open_tools=lambda: open_parser(FORMATS["hermes"], []), open_reasoning=THINK)
+PLAN = MessagePlan(
+    open_tools=lambda: open_parser(FORMATS["hermes"], []),
+    new_call_id=lambda name, random: f"call of {name}",
+    open_reasoning=THINK,
+)
 EXPECTED = [
     ("reasoning", "Hm."),
     ("text", "I ask."),
@@ -82,9 +86,10 @@ def test_reasoning_that_is_left_out_leaves_no_part() -> None:
 
 
 def test_a_required_call_that_is_cut_keeps_its_arguments() -> None:
-    turn = ParsedMessage(
-        MessagePlan(open_tools=lambda: open_parser(REQUIRED, [Tool("get_weather", {}, {})])), reasoning_is_open=False
+    plan = MessagePlan(
+        open_tools=lambda: open_parser(REQUIRED, [Tool("get_weather", {}, {})]), new_call_id=lambda name, random: "new"
     )
+    turn = ParsedMessage(plan, reasoning_is_open=False)
     turn.feed('[{"name": "get_weather", "parameters": {"city"', ends=False)
     assert turn.feed(': "Pa', ends=True) == [CallDelta(0, "", "", ': "Pa')]
 

@@ -46,7 +46,8 @@ def other(demo: Tensors) -> Tensors:
 
 @pytest.fixture(scope="module")
 def llm(make_llm: Callable[..., LLM]) -> Iterator[LLM]:
-    made = make_llm(max_num_seqs=4, num_gpu_blocks_override=64)
+    # Weights that are given are no damage, however often they are compared.
+    made = make_llm(max_num_seqs=4, num_gpu_blocks_override=64, weights_scrub_seconds=0.02)
     yield made
     made.close()
 

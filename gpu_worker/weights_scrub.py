@@ -145,9 +145,6 @@ _PIECE, _DEVICE_PIECE = 1 << 20, 1 << 26
 """Bytes that are compared at once: in 0.3 ms on a CPU, so that a compute thread waits no longer for its core."""
 _CAUGHT_UP = 16
 """Pieces that are compared without their pauses because the thread came late, at most."""
-_HOUR = 3600.0
-_SHARE = 0.01
-"""Of a core, which passes take at most unless the option says how long they may take."""
 _ASLEEP_SECONDS = 60.0
 """How often to look, at least, whether weights are there again."""
 
@@ -165,7 +162,7 @@ class WeightsScrub:
 
     Attributes:
         damage: Which weights have changed; empty: none.
-        pass_seconds: How long a pass takes, as planned.
+        pass_seconds: How long a pass takes.
         num_bytes: Of all weights.
         num_compared: Pieces that were compared.
     """
@@ -173,16 +170,15 @@ class WeightsScrub:
     def __init__(
         self,
         device: torch.device,
-        seconds: float | None,
+        seconds: float,
         on_damage: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``seconds``: of a pass; None: an hour, or more where that would take more than 1 % of a core. ``on_damage``
-        is called once, from any thread, with :attr:`damage`, and may not keep what holds the weights alive."""
+        """``seconds``: of a pass. ``on_damage`` is called once, from any thread, with :attr:`damage`, and may not keep
+        what holds the weights alive."""
         self.damage = ""
-        self.pass_seconds = seconds or _HOUR
+        self.pass_seconds = seconds
         self.num_bytes = self.num_compared = 0
-        self._is_fixed = seconds is not None
         self._on_host = device.type == "cpu"
         self._on_damage, self._clock = on_damage, clock
         self._pieces: list[_Piece] = []
@@ -261,14 +257,10 @@ class WeightsScrub:
                 if piece is None:
                     new.append(piece := _Piece(name, tensor, first, min(size, total - first)))
                 pieces.append(piece)
-        began = time.thread_time()
         for piece, checksum in zip(new, self._checksums(new), strict=True):
             piece.checksum = checksum
-        seconds = time.thread_time() - began
         self._pieces, self._next = pieces, 0
         self.num_bytes = sum(piece.nbytes for piece in pieces)
-        if not self._is_fixed and self._on_host and len(new) == len(pieces):
-            self.pass_seconds = max(_HOUR, seconds / _SHARE)
         if new:
             log.debug("%d bytes of weights are compared once in %g s", self.num_bytes, self.pass_seconds)
 

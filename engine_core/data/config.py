@@ -202,11 +202,10 @@ class WorkerConfig(Struct, frozen=True):
         "a CPU. Long prompts take longer.",
     ] = False
     weights_scrub_seconds: Annotated[
-        Duration | None,
+        Duration,
         "Seconds in which all weights in memory are compared once with the checksums that they had when they were "
-        "loaded; an engine whose weights have changed ends, and the next process reads them anew. 0: never; by default "
-        "an hour, or more where that would take more than 1 % of a core.",
-    ] = None
+        "loaded; an engine whose weights have changed ends, and the next process reads them anew. 0: never.",
+    ] = 0.0
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 

@@ -195,8 +195,12 @@ class Faults:
 
     def _kill_core(self) -> None:
         pid = self._ledger.parts()["engine-1"]
-        core = next(each for each in psutil.Process(pid).children() if "core_main" in _module_of(each))
-        core.kill()
+
+        def cores() -> list[psutil.Process]:
+            return [each for each in psutil.Process(pid).children() if "core_main" in _module_of(each)]
+
+        _until(lambda: bool(cores()), SERVES_WITHIN)  # the mesh is healthy with the other engine, too
+        cores()[0].kill()
         self._await_successor("engine-1", pid)
 
     def _leave_stream(self) -> None:

@@ -198,7 +198,7 @@ class NativeComparison:
         self._at = ctypes.addressof(self._leg), ctypes.addressof(self._weights)
 
     def best(self, engines: EngineColumns, some: Candidates, ask: Ask, rule: Rule) -> int:
-        """Return what :func:`.pairing.best` returns."""
+        """Return what ``pairing.best`` returns."""
         is_by_cost = rule is rules.cost
         if len(some) == 1 or not (is_by_cost or rule is rules.score):
             return pairing.best(engines, some, ask, rule)

@@ -228,9 +228,11 @@ class RecordFiles:
         return self._max_bytes // 2
 
     def open(self) -> None:
-        """Make the folder, begin a file there, and remove what has expired. Raises ``OSError``."""
+        """Make the folder, show that files can be begun there, and remove what has expired. Raises ``OSError``."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._begin(_day_of(self._now()))
+        # The first record begins another one: a process that dies again and again at its start leaves no files.
+        self.close()
         self.expire(self._file_bytes)
 
     def write(self, line: bytes) -> None:
@@ -248,7 +250,8 @@ class RecordFiles:
             try:
                 os.ftruncate(self._file, self._size)
             except OSError:  # the half line is the last one of its file
-                self.close()
+                with contextlib.suppress(OSError):
+                    self.close()
             raise
         self._size += len(line)
 
@@ -272,16 +275,18 @@ class RecordFiles:
                     total -= size
 
     def close(self) -> None:
-        """Close the present file, and remove it if it is empty; :meth:`write` begins another one. Idempotent."""
+        """Close the present file, and remove it if it is empty; :meth:`write` begins another one. Idempotent. Raises
+        ``OSError`` if the disk says now that it has not taken all lines; the file is closed all the same."""
         if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+            # Forgotten first: after a close that fails, its number may be that of a connection.
+            descriptor, self._file = self._file, -1
             if not self._size:
                 with contextlib.suppress(OSError):
                     self._path.unlink()
+            os.close(descriptor)
 
     def _begin(self, day: date) -> None:
-        """Begin a file. Raises ``OSError``."""
+        """Begin a file. Raises ``OSError``, also of the file before it."""
         self.close()
         self._day, self._size = day, 0
         self._number += 1
@@ -291,8 +296,12 @@ class RecordFiles:
         self._file = os.open(self._path, flags, 0o600)
 
     def _is_removed(self) -> bool:
-        """Return whether the present file has no name any more: another process kept the bound, or a cleaner came."""
-        return not os.fstat(self._file).st_nlink
+        """Return whether the present file has no name any more: another process kept the bound, or a cleaner came; or
+        whether it cannot be reached any more, as on a server that has forgotten it."""
+        try:
+            return not os.fstat(self._file).st_nlink
+        except OSError:
+            return True
 
 
 def _dated(folder: Path) -> Iterator[tuple[Path, date]]:

@@ -243,6 +243,53 @@ def test_a_file_that_a_cleaner_removed_is_followed_by_another(make: Callable[...
     files.close()
 
 
+def test_a_close_that_fails_ends_the_file(
+    make: Callable[..., RecordFiles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of files says only then that its disk is full. The descriptor is gone, and its number may be another's:
+    records were written to that one."""
+    files, close = make(), os.close
+    files.open()
+    files.write(sealed(record("a" * 40)))
+
+    def fails(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(request_records.os, "close", fails)
+        with pytest.raises(OSError, match="quota"):
+            files.close()
+    other = (tmp_path / "other").open("wb")  # gets the number
+    files.write(sealed(record("b" * 40)))
+    other.close()
+    assert (tmp_path / "other").stat().st_size == 0
+    assert sorted(ids(tmp_path / "records")) == ["a" * 40, "b" * 40]
+    files.close()
+
+
+def test_a_file_that_its_server_has_forgotten_is_followed_by_another(
+    make: Callable[..., RecordFiles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make()
+    files.open()
+    files.write(sealed(record("a" * 40)))
+
+    def stale(_: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(request_records.os, "fstat", stale)
+        files.write(sealed(record("b" * 40)))
+    assert sorted(ids(tmp_path / "records")) == ["a" * 40, "b" * 40]
+    files.close()
+
+
+def test_a_process_that_is_killed_at_its_start_leaves_no_file(make: Callable[..., RecordFiles], tmp_path: Path) -> None:
+    make().open()
+    assert list((tmp_path / "records").iterdir()) == []
+
+
 def test_processes_that_share_a_folder_have_their_own_files(make: Callable[..., RecordFiles], tmp_path: Path) -> None:
     one, other = make(epoch=1), make(epoch=2)
     for files in (one, other):

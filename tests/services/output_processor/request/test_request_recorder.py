@@ -257,12 +257,12 @@ async def test_a_slow_disk_holds_a_bounded_number_of_requests(
 ) -> None:
     go_on, write = threading.Event(), RecordFiles.write
     monkeypatch.setattr(RecordFiles, "write", lambda self, line: (go_on.wait(SOON), write(self, line))[1])
-    monkeypatch.setattr(request_recorder, "MOST_WAITING_BYTES", 4000)
+    monkeypatch.setattr(request_recorder, "MOST_WAITING_BYTES", 30_000)
     monkeypatch.setattr(request_recorder, "CALM_SECONDS", 0.0)
     gateway = await mesh.gateway()
     try:
-        for slot in (1, 2, 3):
-            await answered(mesh, gateway, slot, prompt=[200] * 800)
+        for slot in (1, 2, 3):  # small ones count with what Python takes for them
+            await answered(mesh, gateway, slot)
         assert counted(mesh, "dropped") == 1
         assert mesh.host.fall_backs.of("") == {"unrecorded": "the disk is slower than the requests"}
     finally:

@@ -72,15 +72,17 @@ class ModelRouter:
 
     def _at_any(self, route: Route) -> Handler:
         async def handle(exchange: HttpExchange) -> None:
-            unknown: errors.NotFound | None = None
+            unknown: errors.TokenloomError | None = None
             for mesh in self._meshes:
                 try:
                     await self._of(mesh)[route](exchange)
                     return
-                except errors.NotFound as error:
+                except (errors.NotFound, errors.Unavailable) as error:
                     if exchange.started:
                         raise
-                    unknown = error
+                    # Of a mesh that cannot say now whether it has the response, the client hears before all others.
+                    if not isinstance(unknown, errors.Unavailable):
+                        unknown = error
             assert unknown is not None, "a gateway has a mesh"
             raise unknown
 

@@ -191,20 +191,33 @@ class OutputPool:
 
     async def recall(self, request_id: str, tenant: str, *, with_prompt: bool = False) -> pb.RecallResponse:
         """Return what a request was begun with that can be resumed. Raises ``RequestLost`` if no output processor has
-        it: at once, unless one is away, or has been a short time ago."""
+        it: at once, unless one is away, or has been a short time ago. ``Unavailable`` if one that may have it is still
+        away then, or does not answer."""
         self._connect_all()
         wanted = pb.RecallRequest(request_id=request_id, tenant=tenant, wants_prompt=with_prompt)
         loop = asyncio.get_running_loop()
         until = loop.time() + SEARCH_SECONDS
         while True:
+            num_silent = 0
             links = sorted(self._links, key=lambda link: link.rank(request_id))
             for link in links:
-                if link.stream is not None and (found := await _recall(link, wanted)) is not None:
+                if link.stream is None:
+                    # One that is cut off keeps the request for as long, as in a search.
+                    num_silent += loop.time() - link.changed_at < UNSETTLED_SECONDS
+                    continue
+                try:
+                    found = await _recall(link, wanted)
+                except errors.Unavailable:
+                    num_silent += 1
+                    continue
+                if found is not None:
                     return found
             # As in a search: the gateway that has it may be about to place it again.
             now = loop.time()
             is_settled = all(link.stream is not None and now - link.changed_at >= SEARCH_SECONDS for link in links)
-            if (links and is_settled) or now >= until:
+            if now >= until and num_silent:
+                raise errors.Unavailable("An output processor that may have the request does not answer; retry.")
+            if now >= until or (links and is_settled and not num_silent):
                 raise errors.RequestLost("The request is not known any more; send it again as a new request.")
             await asyncio.sleep(RETRY_SECONDS)
 
@@ -462,16 +475,25 @@ class OutputPool:
             self._links.remove(link)
 
 
+_UNKNOWN = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED)
+"""How an output processor answers that does not have a request; the last two: one of an older release, which knows no
+recipes."""
+
+
 async def _recall(link: OutputLink, wanted: pb.RecallRequest) -> pb.RecallResponse | None:
-    """Ask an output processor; return None if it does not have the request, or does not answer."""
+    """Ask an output processor; return None if it does not have the request. Raises ``Unavailable`` if it does not
+    say."""
+    silence = errors.Unavailable("The output processor does not answer.")
     try:
         return await link.stub.Recall(wanted, timeout=RECALL_SECONDS)
-    except grpc.aio.AioRpcError:  # one of an older release knows no recipes
-        return None
+    except grpc.aio.AioRpcError as error:
+        if error.code() in _UNKNOWN:
+            return None
+        raise silence from error
     except asyncio.CancelledError:
         if is_cancelled():
             raise
-        return None  # its channel was closed with this call in it
+        raise silence from None  # its channel was closed with this call in it
 
 
 def _is_over(request: PendingRequest) -> bool:

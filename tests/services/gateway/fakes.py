@@ -384,6 +384,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         self.auto: Sequence[str] | None = None
         self.pool: Callable[[FakeRequest], object] | None = None  # answers pooling requests
         self.recalled: dict[str, output_processor_pb2.RecallResponse] = {}  # by request
+        self.recall_fails = False  # as that of one whose machine swaps
 
     async def Detokenize(
         self, request: output_processor_pb2.DetokenizeRequest, context: Any
@@ -396,6 +397,8 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
     async def Recall(
         self, request: output_processor_pb2.RecallRequest, context: Any
     ) -> output_processor_pb2.RecallResponse:
+        if self.recall_fails:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
         if (found := self.recalled.get(request.request_id)) is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "not known")
         assert found is not None

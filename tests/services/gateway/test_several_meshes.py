@@ -147,6 +147,24 @@ async def test_a_response_of_another_gateway_is_sought_in_every_mesh(socket_dir:
         assert (await other.outputs.next_withdrawal()).request_id == submit.request_id
 
 
+async def test_a_mesh_that_does_not_answer_hides_no_response_of_another(socket_dir: Path, other_dir: Path) -> None:
+    async with both(socket_dir, other_dir) as (mesh, other), mesh.http() as http:
+        mesh.outputs.recall_fails = True
+        path = f"/v1/responses/resp_{'0' * 40}"
+        assert (await http.get(path)).status_code == 503, "it may have the response"
+        other.outputs.auto = None
+        body = {"input": "hi", "model": "b"}
+        begun = asyncio.create_task(http.post("/v1/responses", json=body | {"background": True}))
+        submit = (await other.outputs.next_request()).submit
+        assert (await begun).status_code == 200
+    async with both(socket_dir, other_dir) as (mesh, other), mesh.http() as http:
+        mesh.outputs.recall_fails = True
+        other.outputs.recalled[submit.request_id] = output_processor_pb2.RecallResponse(
+            recipe=submit.recipe, fingerprint=submit.fingerprint
+        )
+        assert (await http.get(f"/v1/responses/resp_{submit.request_id}")).json()["status"] == "in_progress"
+
+
 async def test_grpc_goes_by_the_model_too(socket_dir: Path, other_dir: Path) -> None:
     async with both(socket_dir, other_dir) as (mesh, _), mesh.inference() as stub:
         for name in ("a2", "b"):

@@ -6,15 +6,17 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import SOON
 from tokenloom.request import wire_errors
-from tokenloom.request.errors import Internal, RequestLost
+from tokenloom.request.errors import Internal, RequestLost, Unavailable
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.output_pool import (
     MAX_WITHDRAWN,
+    RETRY_SECONDS,
     SEARCH_SECONDS,
     UNSETTLED_SECONDS,
     OutputPool,
@@ -22,7 +24,13 @@ from tokenloom.services.gateway.mesh.output_pool import (
 from tokenloom.services.gateway.mesh.process_stream import OutputLink, ProcessStream
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Submit
+from tokenloom.v1.output_processor_pb2 import (
+    ProcessFrame,
+    RecallRequest,
+    RecallResponse,
+    RequestFinished,
+    Submit,
+)
 from tokenloom.v1.types_pb2 import Hello
 
 REQUEST_ID = "ab" * 20
@@ -234,3 +242,55 @@ async def test_a_request_whose_files_cannot_be_restored_because_of_a_bug_ends() 
     pool._wait = lambda request: None  # type: ignore[method-assign]
     await pool._restore(request)
     assert [type(error) for error in ends] == [Internal]
+
+
+class Recalled:
+    """An output processor that is asked for a request: what it has, or the status that it answers with."""
+
+    def __init__(self, *answers: RecallResponse | grpc.StatusCode) -> None:
+        self.answers = list(answers)  # the last one again and again
+
+    async def Recall(self, wanted: RecallRequest, timeout: float) -> RecallResponse:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, RecallResponse):
+            return answer
+        raise grpc.aio.AioRpcError(answer, grpc.aio.Metadata(), grpc.aio.Metadata(), "")
+
+
+def recalling(*answers: RecallResponse | grpc.StatusCode) -> "tuple[Search, asyncio.Task[RecallResponse]]":
+    """Ask for a request of which the first output processor knows nothing."""
+    search = Search()
+    search.links[0].stub = Recalled(grpc.StatusCode.NOT_FOUND)  # type: ignore[assignment]
+    search.links[1].stub = Recalled(*answers)  # type: ignore[assignment]
+    return search, asyncio.create_task(search.pool.recall(REQUEST_ID, "a"))
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED])
+async def test_what_no_output_processor_knows_is_lost_at_once(status: grpc.StatusCode) -> None:
+    _, asking = recalling(status)
+    await settle()
+    with pytest.raises(RequestLost):
+        asking.result()
+
+
+async def test_one_that_does_not_answer_is_asked_again() -> None:
+    """A second without an answer was taken for one: the client of a response that ran got 404."""
+    _, asking = recalling(grpc.StatusCode.DEADLINE_EXCEEDED, RecallResponse(recipe=b"r"))
+    await settle()
+    assert not asking.done()
+    pass_time(RETRY_SECONDS)
+    await settle()
+    assert asking.result().recipe == b"r"
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_a_request_that_one_without_an_answer_may_have_is_not_lost(is_away: bool) -> None:
+    search, asking = recalling(grpc.StatusCode.UNAVAILABLE)
+    if is_away:
+        search.lose(1)
+    for _ in range(round(SEARCH_SECONDS / RETRY_SECONDS) + 1):
+        await settle()
+        pass_time(RETRY_SECONDS)
+    await settle()
+    with pytest.raises(Unavailable, match="retry"):
+        asking.result()

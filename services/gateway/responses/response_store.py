@@ -217,6 +217,12 @@ class ResponseStore:
         self._num_bytes += size
         self._drop_surplus()
 
+    def recount(self, response_id: str, tenant: str) -> None:
+        """Count a response again that is kept, and whose log got its last events after that."""
+        shelf = self._shelves.get(tenant)
+        if shelf is not None and response_id in shelf.entries:
+            self.put(shelf.entries[response_id][0])
+
     def end(self, response_id: str, response: dict[str, Any]) -> None:
         """Keep how a response in the background ended without an answer, unless it was deleted meanwhile."""
         if (running := self._running.get(response_id)) is not None:

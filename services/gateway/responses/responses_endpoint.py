@@ -243,6 +243,7 @@ class ResponsesEndpoint:
         finally:
             if log is not None:
                 log.end(lost)
+                self.store.recount(request.response_id, request.tenant)
             if files is not None:
                 files.close()
 

@@ -16,6 +16,7 @@ from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.endpoints.generation_endpoint import REPEAT_SECONDS
+from tokenloom.services.gateway.responses.response_store import ResponseStore
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -244,6 +245,29 @@ async def test_a_stream_in_the_background_outlives_its_connection(socket_dir: Pa
         events = await events_after(client, begun.response.id, begun.sequence_number)
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello you"
         assert events[-1].type == "response.completed"
+
+
+async def test_the_last_events_count_among_the_bytes(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones have the whole text four times, and came after the response was counted."""
+    stores: list[ResponseStore] = []
+    original = ResponseStore.__init__
+
+    def observed(self: ResponseStore, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        stores.append(self)
+
+    monkeypatch.setattr(ResponseStore, "__init__", observed)
+    async with openai_client(socket_dir) as (mesh, client):
+        create = client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        begun = asyncio.create_task(create)
+        request = await mesh.outputs.next_request()
+        request.answer("word " * 50_000)
+        events = [event async for event in await begun]
+        assert events[-1].type == "response.completed"
+        (store,) = (store for store in stores if store._num_bytes)
+        log = store.get(events[0].response.id, "").log
+        assert log is not None
+        assert store._num_bytes > log.num_bytes
 
 
 @pytest.mark.parametrize("stream", [False, True])

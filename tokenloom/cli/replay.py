@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tokenloom.offline.replay import OutputDifference, Replayed
     from tokenloom.request.request_records import DamagedLine, RecordedRequest
 
-_ID = re.compile(r"[0-9a-f]{40}\Z")
-"""The end of an id that answers carry, such as cmpl-…: the request's own."""
+_ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?:-[0-9]+)?(?![0-9a-f])")
+"""In an id that answers and their items carry, such as cmpl-… and message_…_0: the request's own."""
 _AT_ONCE = 256
 """Requests that are computed together."""
 

@@ -178,9 +178,11 @@ def unsealed(line: bytes) -> RecordedRequest:
 def read_records(folder: Path, request_id: str = "") -> Iterator[RecordedRequest | DamagedLine]:
     """Yield the records of a folder, the newest file first, and the lines that are none. Raises ``OSError``.
 
-    ``request_id``: only lines that name this request; empty: all.
+    ``request_id``: only lines that name this request, or one of its prompts, which have its id and a number; empty:
+    all.
     """
     wanted = request_id.encode()
+    of_prompt = re.compile(re.escape(request_id) + r"(?:-\d+)?")
     for path, _ in sorted(_dated(folder), reverse=True):
         try:
             file = path.open("rb")
@@ -195,7 +197,7 @@ def read_records(folder: Path, request_id: str = "") -> Iterator[RecordedRequest
                 except ValueError as error:
                     yield DamagedLine(f"{path.name}:{number}", str(error), line)
                     continue
-                if not wanted or record.id == request_id:
+                if not wanted or of_prompt.fullmatch(record.id):
                     yield record
 
 

@@ -10,7 +10,7 @@ from tokenloom.request.errors import InvalidArgument
 RANDOM_DIGITS, MARK_DIGITS = 32, 8
 """The two parts of an id; the mark names the output processor that the request was given to."""
 _ID = re.compile(r"[0-9a-f]{40}")  # both parts
-_OF_ANSWER = re.compile(rf"(?:[a-z]+[-_])?({_ID.pattern}(?:-[0-9]+)?)")
+_OF_ANSWER = re.compile(rf"(?:[a-z]+[-_])*({_ID.pattern}(?:-[0-9]+)?)(?:_[0-9a-f]{{8}})?")
 
 
 def is_request_id(text: str) -> bool:
@@ -19,8 +19,9 @@ def is_request_id(text: str) -> bool:
 
 
 def id_of_answer(text: str) -> str:
-    """Return the mesh's id of a request: the text itself, or the text without what an answer's ``id`` has before it. It
-    may have the number of one of several prompts behind it. Raises ``InvalidArgument``."""
+    """Return the mesh's id of a request, which an answer's ``id`` has behind a prefix. It may have the number of one of
+    several prompts behind it; what else is behind it is of a response whose key was used before. Raises
+    ``InvalidArgument``."""
     if (match := _OF_ANSWER.fullmatch(text)) is None:
         raise InvalidArgument("request_id must be the id of an answer: 40 hex digits, behind chatcmpl-", "request_id")
     return match[1]

@@ -54,11 +54,24 @@ def run(*arguments: object, folder: Path | None, worker: str = "hash") -> Result
     return CliRunner().invoke(app, ["replay", *map(str, arguments), *where, *engine])
 
 
-@pytest.mark.parametrize("name", [ID, f"cmpl-{ID}", f"chatcmpl-{ID}"])
+@pytest.mark.parametrize(
+    "name",
+    [ID, f"cmpl-{ID}", f"chatcmpl-{ID}", f"generate-tokens-{ID}", f"resp_{ID}_89abcdef", f"message_{ID}_0"],
+)
 def test_an_equal_request_ends_with_status_0(folder: Path, name: str) -> None:
     write(folder, sealed(record("f" * 40)), sealed(record()))
     result = run(name, folder=folder)
     assert (result.exit_code, result.output.splitlines()[-1]) == (0, f"{ID}: equal (outputs: 1, tokens: 6)")
+
+
+def test_a_request_of_several_prompts_is_found_by_the_id_of_its_answer(folder: Path) -> None:
+    write(folder, *(sealed(record(f"{ID}-{number}")) for number in range(2)), sealed(record("f" * 40)))
+    result = run(f"cmpl-{ID}", folder=folder)
+    assert (result.exit_code, result.output.splitlines()[-2:]) == (
+        0,
+        [f"{ID}-{number}: equal (outputs: 1, tokens: 6)" for number in range(2)],
+    )
+    assert run(f"cmpl-{ID}-1", folder=folder).output.splitlines()[-1].startswith(f"{ID}-1: equal")
 
 
 def test_another_token_ends_with_status_1_and_is_shown(folder: Path) -> None:

@@ -22,6 +22,10 @@ async def test_requests_are_moved_where_they_run(socket_dir: Path) -> None:
         wanted = MoveRequestsRequest(request_id=ID, target="b")
         assert [engine.moves for engine in engines.values()] == [[wanted, wanted]] * 2
 
+        for name in (f"generate-tokens-{ID}-1", f"resp_{ID}_89abcdef"):
+            await http.post(f"/move_requests?request_id={name}", headers=ADMIN)
+        assert [each.request_id for each in engines["a"].moves[-2:]] == [f"{ID}-1", ID]
+
         engines["b"].error = errors.FailedPrecondition("it serves no KV")
         assert (await http.post(url, headers=ADMIN)).json() == told, "another one runs the request"
         response = await http.post("/move_requests?source=b", headers=ADMIN)

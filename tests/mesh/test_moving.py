@@ -33,9 +33,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def moving_mesh(
-    directory: Path, engines: int = 2, roles: Sequence[str] = (), **settings: Any
+    directory: Path,
+    engines: int = 2,
+    roles: Sequence[str] = (),
+    common: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[SplitMesh, "Users"]]:
-    mesh = SplitMesh(directory, roles or ("both",) * engines, gateway=KEYS, engine={**STEP, **settings})
+    mesh = SplitMesh(directory, roles or ("both",) * engines, gateway=KEYS, engine={**STEP, **settings}, common=common)
     async with mesh.running(), mesh.http() as http:
         yield mesh, Users(mesh, http)
 
@@ -152,6 +156,24 @@ async def test_what_cannot_be_moved_is_said(socket_dir: Path) -> None:
         await mesh.check_nothing_is_left()
 
 
+async def test_many_that_stay_all_stay(socket_dir: Path) -> None:
+    """More than the steps that each of them goes on for until it leaves."""
+    async with moving_mesh(socket_dir, engines=1, max_num_seqs=32) as (mesh, users):
+        prompts = [prompt_of(30, seed) for seed in range(24)]
+        answers = [Answer() for _ in prompts]
+        tasks = [
+            asyncio.create_task(ask(users.http, prompt, 120, answer))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        await users.until(lambda: all(len(answer.token_ids) > 3 for answer in answers))
+        told = (await users.move(source="engine-0", target="engine-0")).json()
+        assert (told["moved"], told["ended"] + told["stayed"]) == (0, 24)
+        await asyncio.gather(*tasks)
+        assert [answer.token_ids for answer in answers] == [mesh.expected(prompt, 120) for prompt in prompts]
+        assert not any("moves" in answer.timeline for answer in answers)
+        await mesh.check_nothing_is_left()
+
+
 async def test_engines_that_serve_no_kv_move_nothing(socket_dir: Path) -> None:
     async with (
         moving_mesh(socket_dir, kv_transports=(), kv_listen="") as (_, users),
@@ -163,7 +185,8 @@ async def test_engines_that_serve_no_kv_move_nothing(socket_dir: Path) -> None:
 
 
 async def test_a_drain_moves_what_runs(socket_dir: Path) -> None:
-    async with moving_mesh(socket_dir, drain="migrate", max_num_seqs=4) as (mesh, users):
+    common = {"drain_timeout": 30.0}
+    async with moving_mesh(socket_dir, common=common, drain="migrate", max_num_seqs=4) as (mesh, users):
         prompts = [prompt_of(50, seed) for seed in range(7)]
         answers = [Answer() for _ in prompts]
         tasks = [

@@ -375,9 +375,10 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
             await self._accept(accept)
         if message.stop_at or message.abort_slots:
             self._end(message)
-        for slot in message.keep_slots:
-            if (attempt := self._attempts.live.get(slot)) is not None and attempt.kv.target is not None:
-                await self._core.keep(attempt)
+        moving = (self._attempts.live.get(slot) for slot in message.keep_slots)
+        kept = [attempt for attempt in moving if attempt is not None and attempt.kv.target is not None]
+        # At once: the core answers one call in a step, and those that came last would have left before their turn.
+        await asyncio.gather(*map(self._core.keep, kept))
 
     def _end(self, message: engine_pb2.EngineInput) -> None:
         ended = [self._attempts.stop_at(stop.slot, stop.num_tokens) for stop in message.stop_at]

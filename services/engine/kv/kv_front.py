@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from random import Random
@@ -29,7 +30,7 @@ from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.tls import MeshTLS
-from tokenloom.services.runtime.tasks import first_of
+from tokenloom.services.runtime.tasks import Tasks, first_of
 from tokenloom.v1 import coordinator_pb2, engine_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc, types_pb2
 
 from ..core.core_link import CoreLink
@@ -39,6 +40,8 @@ from ..records.engine_settings import EngineSettings
 from ..records.load import LoadTracker
 from .kv_loads import KVLink, KVLoads, ReaderConfig
 from .kv_peers import EngineRegistry
+
+log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 32
 _MAX_ACQUISITION_ID_BYTES = 64
@@ -184,22 +187,30 @@ class KVMoves:
         """``random`` draws the ids of leases."""
         self._core = core
         self._random = random
+        self._tasks = Tasks(lambda error: log.error("a request could not be moved", exc_info=error))
+        self._moving: dict[asyncio.Task[str], Attempt] = {}
 
     async def move(self, request_id: str, target: str) -> list[tuple[Attempt, str]]:
         """Move the attempts at a request, or all if it is empty, to an engine, or to any if it is empty. Returns them,
-        when each has ended or stays, with why it stays; empty for one that has ended."""
-        attempts = self._core.movable(request_id)
-        causes: Sequence[str] = await asyncio.gather(*(self._move(attempt, target) for attempt in attempts))
-        return list(zip(attempts, causes, strict=True))
+        when each has ended or stays, with why it stays; empty for one that has ended. If it is cancelled, they move on
+        all the same."""
+        moves = {self._begin(attempt, target): attempt for attempt in self._core.movable(request_id)}
+        causes: Sequence[str] = await asyncio.gather(*map(asyncio.shield, moves))
+        return list(zip(moves.values(), causes, strict=True))
 
     async def leave(self, error: TokenloomError) -> None:
-        """Move all attempts, because the engine ends, and return when none of them is left. One that cannot move ends
-        with ``error``, as one at which the output processor replays it elsewhere."""
-        await asyncio.gather(*(self._leave(attempt, error) for attempt in self._core.movable("")))
+        """Move all attempts, because the engine ends, and return when none of them is left, nor of those that move
+        already. One that cannot move ends with ``error``, as one at which the output processor replays it elsewhere."""
+        moves = {**self._moving, **{self._begin(attempt, ""): attempt for attempt in self._core.movable("")}}
+        await asyncio.gather(*(self._leave(attempt, move, error) for move, attempt in moves.items()))
 
-    async def _leave(self, attempt: Attempt, error: TokenloomError) -> None:
+    async def close(self) -> None:
+        """Wait for no move any more. Idempotent."""
+        await self._tasks.close()
+
+    async def _leave(self, attempt: Attempt, move: "asyncio.Task[str]", error: TokenloomError) -> None:
         ended = asyncio.Event()
-        cause = await self._move(attempt, "")
+        cause = await asyncio.shield(move)
         if attempt.finish_reason is not None:
             return
         if cause != ENDS_SOON:
@@ -208,13 +219,22 @@ class KVMoves:
         attempt.kv.on_settled = ended.set
         await ended.wait()
 
-    async def _move(self, attempt: Attempt, target: str) -> str:
-        if attempt.finish_reason is not None:  # since it was found
-            return ""
+    def _begin(self, attempt: Attempt, target: str) -> "asyncio.Task[str]":
+        """Move an attempt in a task of its own: what the core answers is to be noted, also if whoever wants the move
+        waits for it no more."""
         settled, lease_id = asyncio.Event(), self._random.randbytes(LEASE_ID_BYTES)
         attempt.kv.on_settled = settled.set
-        # Before the core knows: its answer and the request's end may be read in the same turn.
+        # Before anything is awaited: another move would take it for one of its own. And before the core knows: its
+        # answer and the request's end may be read in the same turn.
         attempt.kv.move(lease_id, target)
+        move = self._tasks.spawn(self._move(attempt, lease_id, settled), name=f"move {attempt.request_id}")
+        self._moving[move] = attempt
+        move.add_done_callback(self._moving.pop)
+        return move
+
+    async def _move(self, attempt: Attempt, lease_id: bytes, settled: asyncio.Event) -> str:
+        if attempt.finish_reason is not None:  # since it was found
+            return ""
         try:
             cause = await self._core.call("lend_request", attempt.key, lease_id, attempt.tokens.num_given)
         except TokenloomError as error:
@@ -301,6 +321,7 @@ class KVFront:
 
     async def close(self) -> None:
         """End the loads and close the port. Idempotent."""
+        await self.moves.close()
         await self.loads.close()
         if self._server is not None:
             await self._server.close(CLOSE_SECONDS)

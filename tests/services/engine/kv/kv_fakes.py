@@ -101,8 +101,8 @@ class FakeCore:
         return await self._outputs.get()
 
     async def call_utility(self, method: str, *args: object) -> object:
-        assert method in ("check_health", "fall_backs"), method
-        return None
+        assert method in ("check_health", "fall_backs", "lend_request"), method
+        return "it waits to run" if method == "lend_request" else None
 
     async def kv_send(self, call: KVCall) -> None:
         self._noted[type(call)].put_nowait(call)

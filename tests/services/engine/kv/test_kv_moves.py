@@ -32,7 +32,7 @@ class FakeCore:
         self.asked: list[tuple[object, ...]] = []
 
     def movable(self, request_id: str) -> list[Attempt]:
-        return [each for each in self.attempts if request_id in ("", each.request_id)]
+        return [each for each in self.attempts if request_id in ("", each.request_id) and not each.kv.lease_id]
 
     async def call(self, method: str, *args: object) -> object:
         assert method == "lend_request"
@@ -116,3 +116,34 @@ async def test_an_engine_that_ends_gets_rid_of_all() -> None:
     core.attempts[0].kv.stay()
     await leaving
     assert core.failed == ["request-3", "request-1"]
+
+
+async def test_whoever_stops_waiting_leaves_nothing_half_done() -> None:
+    """An attempt that stays may move again, and one that was lent is waited for by the next who asks."""
+    core = FakeCore([attempt(1), attempt(2)], lambda each: "" if each.slot == 1 else "it waits to run")
+    moves = moves_of(core)
+    moving = asyncio.create_task(moves.move("", ""))
+    await until(lambda: len(core.asked) == 2)
+    moving.cancel()
+    await asyncio.gather(moving, return_exceptions=True)
+    lent, stays = core.attempts
+    await until(lambda: not stays.kv.lease_id)
+    assert core.movable("") == [stays]
+    leaving = asyncio.create_task(moves.leave(TryElsewhere("it ends")))
+    await until(lambda: core.failed)
+    assert core.failed == ["request-2"]
+    assert not leaving.done()
+    end(lent, FinishReason.PREFILLED)
+    await leaving
+
+
+async def test_two_who_ask_at_once_lend_an_attempt_once() -> None:
+    core = FakeCore([attempt(1)], lambda _: "")
+    moves = moves_of(core)
+    both = [asyncio.create_task(moves.move("", "")) for _ in range(2)]
+    await until(lambda: core.asked)
+    await asyncio.sleep(0)
+    [(_, lease_id, _)] = core.asked
+    assert core.attempts[0].kv.lease_id == lease_id
+    end(core.attempts[0], FinishReason.PREFILLED)
+    assert sorted(len(told) for told in await asyncio.gather(*both)) == [0, 1]

@@ -34,6 +34,7 @@ from .kv.kv_front import counted
 from .running_engine import RunningEngine
 
 log = logging.getLogger(__name__)
+_NO_OWNER = "the engine serves no KV to others"
 
 STAGE_SECONDS = 60.0
 """How long a stream of weights may bring nothing, before another one may come."""
@@ -70,7 +71,8 @@ class Administration:
         return takes_weights
 
     async def set_role(self, role: types_pb2.EngineRole) -> None:
-        """Raises ``InvalidArgument``, and ``FailedPrecondition`` if the engine transfers no KV."""
+        """Raises ``InvalidArgument``, and ``FailedPrecondition`` if the engine does not transfer the KV that the role
+        needs."""
         # Before it waits for leases: the state that the coordinator sends meanwhile may hold an older role.
         self._has_role = True
         await self._change_role(role)
@@ -90,8 +92,12 @@ class Administration:
             raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
         if self._engine.kv is None:
             raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
+        is_to_prefill = role == types_pb2.ENGINE_ROLE_PREFILL
+        # The coordinator refuses the reports of one whose KV nobody can read, and it would lose its place in the mesh.
+        if is_to_prefill and self._engine.kv.owner is None:
+            raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-listen", field="role")
         await self.role.change(role)
-        if role == types_pb2.ENGINE_ROLE_PREFILL and self._engine.kv.owner is not None:
+        if is_to_prefill:
             # What it decodes would delay prompts until it ends. New requests go elsewhere by now.
             await self._engine.kv.moves.move("", "")
 
@@ -260,7 +266,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         self, request: engine_pb2.MoveRequestsRequest, context: Any
     ) -> engine_pb2.MoveRequestsResponse:
         if (kv := self._engine.kv) is None or kv.owner is None:
-            raise FailedPrecondition("the engine serves no KV to others; start it with --kv-transports")
+            raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-transports and --kv-listen")
         return counted(await kv.moves.move(request.request_id, request.target))
 
     async def Reconfigure(self, request: engine_pb2.ReconfigureRequest, context: Any) -> engine_pb2.ReconfigureResponse:

@@ -181,6 +181,8 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         if names_plugin(self.chat_template):
             check_named(self.plugins, chat_template=self.chat_template)
         self._check_remote()
+        if self.engine.kv.role == "prefill" and not self.kv_listen:
+            raise ValueError("--kv-listen: other engines continue what a prefill engine begins; give it an address")
         if self.staged_weights_dir and self.engine.worker.load_format != "auto":
             wanted = "tensors replace those of safetensors files only; leave out --load-format"
             raise ValueError(f"--staged-weights-dir: load_format is {self.engine.worker.load_format}, but {wanted}")

@@ -84,6 +84,17 @@ async def test_an_engine_that_moves_no_kv_has_one_role(socket_dir: Path) -> None
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_an_engine_whose_kv_nobody_can_read_does_not_become_one_for_prompts(socket_dir: Path) -> None:
+    """The coordinator would refuse its reports from then on, and no request would reach it any more."""
+    async with running_mesh(socket_dir, kv_listen="") as mesh:
+        await mesh.until_told(ENGINE_ROLE_BOTH)
+        with pytest.raises(grpc.aio.AioRpcError, match="--kv-listen") as refusal:
+            await mesh.set_role(ENGINE_ROLE_PREFILL)
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await mesh.set_role(ENGINE_ROLE_DECODE)
+        await mesh.until_told(ENGINE_ROLE_DECODE)
+
+
 @pytest.mark.parametrize("role", [ENGINE_ROLE_UNSPECIFIED, ENGINE_ROLE_ENCODE])
 async def test_an_engine_takes_no_role_without_a_leg(socket_dir: Path, role: EngineRole) -> None:
     async with running_mesh(socket_dir, role="prefill") as mesh:

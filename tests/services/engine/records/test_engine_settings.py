@@ -141,3 +141,9 @@ def test_steps_overlap_by_default_where_ray_finds_the_gpus(option: str, monkeypa
     for device, expected in (("auto", True), ("cuda", True), ("cpu", False)):
         config = EngineConfig(worker=WorkerConfig(device=device), parallel=replace(ParallelConfig(), **{option: "ray"}))
         assert for_checkpoint(config, "").scheduler.async_scheduling is expected
+
+
+def test_a_prefill_engine_has_an_address_for_its_kv() -> None:
+    """The coordinator would refuse all of its reports but the first."""
+    with pytest.raises(ValueError, match="--kv-listen: "):
+        EngineSettings.of(listen="127.0.0.1:0", role="prefill", kv_listen="")

@@ -30,7 +30,9 @@ def best(engines: EngineColumns, candidates: Candidates, ask: Ask, rule: Rule) -
         if ask.session is not None and ask.session.row is not None:
             for at in candidates.positions((ask.session.row,)):
                 tiers[at] &= 2
-        candidates = Candidates(candidates.rows[tiers == tiers.min()])
+        is_left_out = tiers > tiers.min()
+        if is_left_out.any():  # otherwise their speeds are known
+            candidates = Candidates(candidates.rows[~is_left_out])
     costs = rule(engines, candidates, ask)
     least = costs.argmin()
     equal = (costs == costs[least]).nonzero()[0]

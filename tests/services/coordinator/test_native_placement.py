@@ -112,6 +112,20 @@ def test_the_same_engine_is_best(rule: Rule, count: int) -> None:
     assert library.num_compared > 90
 
 
+def test_engines_that_are_all_full_have_the_speeds_that_they_had() -> None:
+    """Speeds are measured anew by the number of reports, on both sides: an overloaded mesh is no exception."""
+    generator, native = random.Random(2), NativeComparison(load_library())
+    for _ in range(20):
+        columns = random_columns(generator, 12)
+        columns.free_tokens[:] = 10
+        candidates, others = Candidates(np.arange(12)), Candidates(np.arange(12))
+        ask = Ask(PREFILL, 1000)
+        for _ in range(6):
+            assert native.best(columns, candidates, ask, cost) == pairing.best(columns, others, ask, cost)
+            row = generator.randrange(12)
+            columns.step_seconds[row], columns.computed_rate[row] = generator.random() / 10, generator.random() * 9000
+
+
 def test_columns_that_grow_are_seen() -> None:
     generator, native = random.Random(1), NativeComparison(load_library())
     columns = random_columns(generator, 16)

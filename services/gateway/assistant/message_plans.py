@@ -39,8 +39,8 @@ class MessagePlan:
 
     open_tools: Callable[[], ToolParser] | None = None
     """Makes a parser for one output; None: no tool may be called."""
-    new_call_id: Callable[[str, Random], str] | None = None
-    """Makes the id of a call, given its name; None: no tool may be called."""
+    new_call_id: Callable[[str, Random], str] = partial(new_call_id, None)
+    """Makes the id of a call, given its name."""
     random: Random = _SYSTEM
     """Draws the ids of calls. One with a seed draws the same ids when the answer is shaped once more."""
     parallel_calls: bool = True
@@ -196,7 +196,6 @@ class ParsedMessage:
         if not self._skips_call and self._plan.open_tools is not None:
             # The model's own id is the one that its template writes again: the next turn finds the tokens in the cache.
             if not call_id or call_id in self._call_ids:
-                assert self._plan.new_call_id is not None, "tools may be called"
                 call_id = self._plan.new_call_id(name, self._plan.random)
             self._call_ids.add(call_id)
             delta.append(CallDelta(self.num_calls, call_id, name))

@@ -31,6 +31,7 @@ AUTO = "auto"
 """Setting: what the tokenizer reports of the chat template."""
 
 _SYSTEM = SystemRandom()
+_PLAIN_ID = partial(new_call_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class MessagePlan:
 
     open_tools: Callable[[], ToolParser] | None = None
     """Makes a parser for one output; None: no tool may be called."""
-    new_call_id: Callable[[str, Random], str] = partial(new_call_id, None)
+    new_call_id: Callable[[str, Random], str] = _PLAIN_ID
     """Makes the id of a call, given its name."""
     random: Random = _SYSTEM
     """Draws the ids of calls. One with a seed draws the same ids when the answer is shaped once more."""

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.output_constraints import relax
-from tokenloom.request.validation import check_stop_count
+from tokenloom.request.validation import check_samples, check_stop_count
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import MessagePlan, MessagePlans
@@ -211,6 +211,7 @@ def read_resumption(request: inference_pb2.InferenceResumeRequest) -> tuple[Resu
     if not is_request_id(request.request_id):
         raise InvalidArgument("request_id must be that of the answer to resume", "request_id")
     num_outputs = request.request.n or 1
+    check_samples(num_outputs)  # before a list is made of their positions
     positions = {
         each.index: ClientPosition(each.num_tokens, each.text_length, each.finished, each.num_prompt_logprobs)
         for each in request.positions

@@ -14,6 +14,7 @@ from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.generation.charge import KEPT_SECONDS
+from tokenloom.services.gateway.grpc.inference_request import read_resumption
 from tokenloom.services.gateway.records.request_ids import id_of_key
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import inference_pb2
@@ -137,6 +138,18 @@ async def test_a_malformed_cancellation(mesh: FakeMesh) -> None:
                 await stub.Cancel(request)
             error = wire_errors.of_exception(caught.value)
             assert (error.reason, error.field) == ("INVALID_ARGUMENT", field)
+
+
+async def test_a_position_of_an_output_that_no_answer_has_is_refused_at_once(mesh: FakeMesh) -> None:
+    """A list of all positions before it took 3 s and 240 MB for number 30 million, in the event loop."""
+    original = inference_pb2.GenerateRequest(model=MODEL, text="a", n=2**32 - 1)
+    position = inference_pb2.OutputPosition(index=1_000_000)
+    resume = inference_pb2.InferenceResumeRequest(request=original, request_id="ab" * 20, positions=[position])
+    with pytest.raises(errors.InvalidArgument, match="n must be from 1 to"):
+        read_resumption(resume)
+    async with mesh.inference() as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="n must be from 1 to"):
+            await anext(aiter(stub.Resume(resume)))
 
 
 @pytest.fixture

@@ -376,7 +376,9 @@ class GenerationEndpoint:
                     answer = self.api.answer(generation, options)
                     if options.stream:
                         make_headers = partial(self._stream_headers, exchange, options)
-                        shaper = answer if event is None else NumberedAnswer(answer, generation.request_id, event)
+                        shaper: StreamShaper = answer
+                        if event is not None:
+                            shaper = NumberedAnswer(answer, generation.request_id, event, generation.trust)
                         stream = AnswerStream(
                             exchange,
                             generation,

@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tokenloom.request import errors, packed_ids
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
@@ -150,6 +151,12 @@ class RunningGeneration:
         if self.charge is None:
             self.charge = Charge()
         return self.charge.add(usage.prompt_tokens, usage.cached_tokens, self.completion_tokens)
+
+    def trust(self, num_tokens: int) -> None:
+        """Believe of no more tokens that they were counted elsewhere: the client has no more of the only output,
+        whatever it has said."""
+        if self.charge is not None:
+            self.charge.trust(replace(self._token, num_delivered=(num_tokens,)))
 
     @property
     def num_rejected_tokens(self) -> int:

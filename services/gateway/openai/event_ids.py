@@ -6,7 +6,7 @@ and without token ids, an answer that is shaped once more has the same events, s
 
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -158,9 +158,19 @@ class NumberedAnswer:
     The whole answer is shaped each time, piece by piece: its parsers need its beginning.
     """
 
-    def __init__(self, answer: StreamedAnswer, request_id: str, event: NumberedEvent) -> None:
-        """``event``: the last one that the client has."""
+    def __init__(
+        self,
+        answer: StreamedAnswer,
+        request_id: str,
+        event: NumberedEvent,
+        trust: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Args:
+        event: The last one that the client has.
+        trust: Called with how many tokens have come once that one is made: it had no more of them.
+        """
         self._answer = answer
+        self._trust = trust
         self._head = f"id: {request_id}.{event.created:x}.n".encode()
         self._num_received, self._num_made, self._num_tokens = event.number, 0, 0
         self._pieces = TextPieces()
@@ -168,6 +178,8 @@ class NumberedAnswer:
 
     def first_events(self) -> bytes:
         """Return the events before any output."""
+        if not self._num_received:
+            self._trust(0)
         return self._numbered(self._answer.first_events())
 
     def events(self, delta: Delta) -> bytes:
@@ -210,6 +222,8 @@ class NumberedAnswer:
         numbered = []
         for event in events.split(_END)[:-1]:  # within an event there is no empty line: its data is JSON
             self._num_made += 1
+            if self._num_made == self._num_received:
+                self._trust(self._num_tokens)
             if self._num_made > self._num_received:
                 numbered.append(b"%b%d-%d\n%b%b" % (self._head, self._num_made, self._num_tokens, event, _END))
         return b"".join(numbered)

@@ -238,6 +238,34 @@ async def test_an_answer_that_began_through_another_gateway_is_charged_from_wher
     assert 'tokenloom_key_requests_total{key="",tenant=""} 0.0' in page
 
 
+@pytest.mark.parametrize(("has", "tokens"), [("n3-2", "3.0"), ("n3-999999999", "2.0"), ("n1-999999999", "5.0")])
+async def test_tokens_that_came_after_an_event_are_charged_whatever_its_id_says(
+    mesh: FakeMesh, http: httpx.AsyncClient, has: str, tokens: str
+) -> None:
+    """A client that named more tokens than the answer has got the rest of it for nothing."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 64, "stream": True}
+    headers = {"Last-Event-ID": f"{'ab' * 20}.1.{has}"}
+    has_more = asyncio.Event()
+
+    async def read() -> str:
+        lines = []
+        async with http.stream("POST", "/v1/messages", json=body, headers=headers) as response:
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if " two" in line:
+                    has_more.set()
+        return "".join(lines)
+
+    reading = asyncio.create_task(read())
+    again, _ = await mesh.outputs.next_resume()
+    again.send("one two th", [1, 2, 3])
+    await asyncio.wait_for(has_more.wait(), SOON)
+    again.send("ree", [4, 5])
+    again.finish()
+    assert "message_stop" in await reading
+    assert await charged(http) == tokens
+
+
 async def charged(http: httpx.AsyncClient) -> str:
     """Return how many tokens the tenant was charged."""
     lines = (await http.get("/metrics")).text.splitlines()

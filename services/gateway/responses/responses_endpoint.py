@@ -163,7 +163,7 @@ class ResponsesEndpoint:
 
     async def _found(self, exchange: HttpExchange, *, takes_over: bool = True) -> StoredResponse:
         """Return a response that is stored here, or one in the background that another gateway began, which this one
-        continues. Raises ``NotFound``.
+        continues. Raises ``NotFound``; ``Unavailable`` for one that this gateway cannot continue.
 
         ``takes_over``: also take it from a gateway that runs it; False: say only that it is in progress there.
         """
@@ -183,11 +183,13 @@ class ResponsesEndpoint:
             raise unknown
         try:
             recipe = await self.endpoint.parser.run(partial(msgspec.json.decode, recalled.recipe, type=Recipe))
-        except msgspec.MsgspecError:  # of a gateway of another release
-            raise unknown from None
-        if recipe.response_id != name:
-            raise unknown
-        held = [await self._read_recipe(recipe, recalled, tenant, request_id)]
+            if recipe.response_id != name:
+                raise unknown
+            held = [await self._read_recipe(recipe, recalled, tenant, request_id)]
+        except (msgspec.MsgspecError, errors.InvalidArgument, errors.ModelNotFound) as error:
+            # The request was right where it began. Another gateway may continue it.
+            message = "This gateway cannot continue the response, which one of another release may have begun; retry."
+            raise errors.Unavailable(message) from error
         with suppress(errors.NotFound):  # another call may have begun it meanwhile
             return self._stored(exchange)
         if self.store.was_deleted(name, tenant.name):

@@ -305,6 +305,25 @@ async def test_a_response_of_another_gateway_is_continued(socket_dir: Path, stre
     begun.cancel()
 
 
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"input": "hi"}, 200),
+        ({"input": [{"type": "item_of_a_newer_release"}]}, 503),
+        ({"input": "hi", "model": "adapter-that-others-know"}, 503),
+        ("a body of a newer release", 503),
+    ],
+)
+async def test_a_response_that_this_gateway_cannot_continue_is_no_fault_of_the_client(
+    mesh: FakeMesh, http: httpx.AsyncClient, body: Any, status: int
+) -> None:
+    if isinstance(body, dict):
+        body = {"model": MODEL, "background": True, **body}
+    recipe = json.dumps({"body": body, "created": 1, "response_id": f"resp_{'ab' * 20}"}).encode()
+    mesh.outputs.recalled["ab" * 20] = output_processor_pb2.RecallResponse(recipe=recipe, is_attended=True)
+    assert (await http.get(f"/v1/responses/resp_{'ab' * 20}")).status_code == status
+
+
 async def test_a_response_that_was_deleted_does_not_come_back(socket_dir: Path) -> None:
     async with openai_client(socket_dir) as (mesh, client):
         begun = await client.responses.create(model=MODEL, input="hi", background=True)

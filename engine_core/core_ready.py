@@ -105,10 +105,7 @@ def encoder_config(config: EngineConfig, max_model_len: int) -> EngineConfig:
     No prompt is longer than a step. Blocks hold no bytes, and are so many that no request ever waits for one. Raises
     ``ValueError`` naming a setting that is not possible.
     """
-    keeps = [name for name, value in {"kv_transports": config.kv.transports, **config.kv.tiers}.items() if value]
-    if keeps or config.speculative is not None:
-        wrong = " or ".join([*keeps, *(["speculative_config"] if config.speculative is not None else [])])
-        raise ValueError(f"an encoder keeps no KV; do not set {wrong}")
+    config.check_encoder()
     scheduler = config.scheduler
     if config.max_model_len is not None and config.max_model_len > scheduler.max_num_batched_tokens:
         raise ValueError(

@@ -442,6 +442,26 @@ class EngineConfig(Struct, frozen=True):
         if named := [name for name, value in settings.items() if value]:
             raise ValueError(f"this model writes down the sound beside each prompt; do not set {' or '.join(named)}")
 
+    def check_encoder(self) -> None:
+        """Raise ``ValueError``, naming the settings, for what an encoder does not have."""
+        settings = {
+            "kv_transports": self.kv.transports,
+            **self.kv.tiers,
+            "speculative_config": self.speculative,
+            "state_memory_bytes": self.cache.state_memory_bytes,
+        }
+        if named := [name for name, value in settings.items() if value]:
+            raise ValueError(f"an encoder keeps no KV and no states; do not set {' or '.join(named)}")
+
+    def check_whole_prompts(self, length: int) -> None:
+        """Raise ``ValueError`` if prompts may not be cut, and one of the model's ``length`` tokens fits into no step."""
+        wanted, scheduler = self.max_model_len or length, self.scheduler
+        if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < wanted:
+            raise ValueError(
+                f"without chunked prefill max_num_batched_tokens ({scheduler.max_num_batched_tokens}) "
+                f"must reach max_model_len ({wanted})"
+            )
+
     def check_states(self, chunk: int) -> None:
         """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens, and
         that compute prompts in chunks of so many tokens. 0: no layer does, which excludes memory for states."""

@@ -30,6 +30,7 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
     """
     _check_settings(config, model)
     wanted = config.max_model_len or model.max_model_len
+    config.check_whole_prompts(model.max_model_len)  # as it is known without the memory
     budget = _budget(config, available_memory)
     num_slots = _num_slots(config, model, wanted, budget) if model.state_bytes else 0
     num_blocks = _num_blocks(config, model, wanted, budget - num_slots * model.state_bytes)

@@ -136,8 +136,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         if not place.is_whole:
             _check_division(path, place)
         _check_kv_heads(path, config.cache.dtype)
-        found = _by_transformers(path, found, config.max_model_len)
-        if found.state_chunk:
+        found = _by_transformers(path, found, config)
+        if found.is_tried:
             config.check_states(found.state_chunk)
         if config.lora.enable and found.state_chunk:
             raise ValueError(f"{NO_ADAPTERS}: transformers' modules keep states in it")
@@ -152,6 +152,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if found.by == "plugin":
         return found
     if found.by == "encoder":
+        config.check_encoder()
         check_parts(found.config if isinstance(found.config, EncoderConfig) else None, place, read_model(path)[0])
     if found.config is None:
         _check_module_encoder(path, config.max_model_len)
@@ -178,6 +179,7 @@ def check_decoder(config: EngineConfig, model: ModelConfig) -> None:
     check_chunks(model, config.cache.block_size)
     config.check_states(0 if model.states is None else model.states.chunk)
     _check_context(config.max_model_len, model.max_model_len)
+    config.check_whole_prompts(model.max_model_len)
 
 
 def check_plugged(config: EngineConfig, model: ModelConfig) -> None:
@@ -468,7 +470,7 @@ def _check_module_encoder(path: Path, max_model_len: int | None) -> None:
         )
 
 
-def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) -> ServedHow:
+def _by_transformers(path: Path, found: ServedHow, config: EngineConfig) -> ServedHow:
     """Return the answer for a checkpoint that only transformers' modules may compute. Raises ``ValueError``."""
     name, values = read_model(path)
     file, types = described_by(path), transformers_types()
@@ -486,7 +488,9 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
         return ServedHow("transformers", lack=found.lack, is_tried=False)
     kind, entries = str(values["model_type"]), _text_entries(values)
     if kind in types["lengths"] or _states_context(entries):
-        _check_context(max_model_len, longest_context(entries, types["lengths"].get(kind, 0), max_model_len))
+        length = longest_context(entries, types["lengths"].get(kind, 0), config.max_model_len)
+        _check_context(config.max_model_len, length)
+        config.check_whole_prompts(length)
     if wrong := _unknown_value(types["values"], entries):
         raise ValueError(f"{file}: {wrong}")
     return replace(found, state_chunk=types["states"].get(kind, 0))

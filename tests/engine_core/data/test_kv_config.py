@@ -58,7 +58,7 @@ def test_each_tier_is_refused_by_its_name(option: str) -> None:
     config = EngineConfig(kv=KVConfig(**{option: "lm://h:1"}))  # type: ignore[arg-type]
     named = f"kv_{option}"
     assert config.kv.tier == named
-    with pytest.raises(ValueError, match=f"an encoder keeps no KV; do not set {named}$"):
+    with pytest.raises(ValueError, match=f"an encoder keeps no KV and no states; do not set {named}$"):
         encoder_config(config, 64)
     with pytest.raises(ValueError, match=f"do not set {named}$"):
         config.check_cross()

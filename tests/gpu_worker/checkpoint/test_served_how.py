@@ -345,6 +345,42 @@ def test_what_of_an_encoder_is_not_divided_is_named(tmp_path: Path, name: str) -
         answer(tmp_path, entries, parallel=parallel)
 
 
+LATE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "drafts of an encoder": (
+        BERT,
+        {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)},
+        "do not set speculative_config",
+    ),
+    "states of an encoder": (
+        BERT,
+        {"cache": CacheConfig(state_memory_bytes=1 << 24)},
+        "do not set state_memory_bytes",
+    ),
+    "states of modules": (
+        of("PhiForCausalLM", "phi"),
+        {"cache": CacheConfig(state_memory_bytes=1 << 24)},
+        "state_memory_bytes: no layer of this model keeps a state",
+    ),
+    "whole prompts": (
+        LLAMA | {"max_position_embeddings": 4096},
+        {"scheduler": SchedulerConfig(enable_chunked_prefill=False)},
+        r"max_num_batched_tokens \(2048\) must reach max_model_len \(4096\)",
+    ),
+    "whole prompts of modules": (
+        of("PhiForCausalLM", "phi") | {"max_position_embeddings": 4096},
+        {"scheduler": SchedulerConfig(enable_chunked_prefill=False)},
+        r"must reach max_model_len \(4096\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_the_engine_refused_only_after_its_weights_were_loaded(tmp_path: Path, name: str) -> None:
+    entries, options, reason = LATE[name]
+    with pytest.raises(ValueError, match=reason):
+        answer(tmp_path, entries, **options)
+
+
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT2 |= {"n_positions": 64, "vocab_size": 100, "torch_dtype": "float32"}
 

@@ -454,7 +454,7 @@ class EngineConfig(Struct, frozen=True):
             raise ValueError(f"an encoder keeps no KV and no states; do not set {' or '.join(named)}")
 
     def check_whole_prompts(self, length: int) -> None:
-        """Raise ``ValueError`` if prompts may not be cut, and one of the model's ``length`` tokens fits into no step."""
+        """Raise ``ValueError`` if prompts are not cut, and one of the model's ``length`` tokens fits into no step."""
         wanted, scheduler = self.max_model_len or length, self.scheduler
         if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < wanted:
             raise ValueError(

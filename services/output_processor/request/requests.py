@@ -20,7 +20,7 @@ from tokenloom.v1.output_processor_pb2 import (
     SamplePosition,
     Submit,
 )
-from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
+from tokenloom.v1.types_pb2 import FinishReason, Prompt, SamplingParams
 
 from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import Lifetime
@@ -120,12 +120,17 @@ class SampleGroup:
         return len(self._outputs) == self.num_samples and all(output.can_repeat for output in self._outputs)
 
     def recall(self, *, with_prompt: bool) -> RecallResponse:
-        """Return what it was begun with."""
+        """Return what it was begun with. ``with_prompt``: the tokens too, without embeddings, which may be larger than
+        a message."""
         submit, has_gateway = self._submit, self.on_taken is not _ignore
+        tokens = None
+        if with_prompt:
+            prompt = submit.prompt
+            tokens = Prompt(token_ids=prompt.token_ids, packed_token_ids=prompt.packed_token_ids)
         return RecallResponse(
             recipe=submit.recipe,
             fingerprint=submit.fingerprint,
-            prompt=submit.prompt if with_prompt else None,
+            prompt=tokens,
             is_attended=has_gateway and not self.is_over,
             num_counted=len(self._outputs[0].token_ids) if has_gateway else 0,
         )

@@ -383,10 +383,12 @@ async def test_a_request_of_a_lost_gateway_that_its_client_has_cancelled(mesh: M
 
 async def test_a_request_is_recalled_with_what_it_was_begun_with(mesh: Mesh) -> None:
     request = kept(recipe=b"of the gateway")
+    request.prompt.embeds.add(rows=b"large")
     stream, slot = await lost(mesh, request, mesh.ids(TEXT)[:3])
     wanted = RecallRequest(request_id="request-1", tenant="someone", wants_prompt=True)
     recalled = await mesh.recall(wanted)
-    assert (recalled.recipe, recalled.fingerprint, recalled.prompt) == (b"of the gateway", b"body", request.prompt)
+    tokens = Prompt(token_ids=request.prompt.token_ids)
+    assert (recalled.recipe, recalled.fingerprint, recalled.prompt) == (b"of the gateway", b"body", tokens)
     assert (recalled.is_attended, recalled.num_counted) == (False, 0), "its gateway was lost"
     other = await mesh.gateway(peer_id="other")
     await other.send(resume=[resume()])

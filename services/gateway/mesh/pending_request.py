@@ -216,6 +216,8 @@ class PendingRequest:
             # detokenizer and stop strings, and sends only what is new, at whichever frame the stream broke.
             journal = self.collector.journal(self.first_index + sample_index, sample_index)
             if journal.token_ids or journal.emitted_text_bytes or journal.finished:
+                if not submit.fingerprint:  # no call resumes it, and an end may have the experts of all tokens
+                    journal.ClearField("end")
                 if (origin := self.origins.get(sample_index)) is not None:
                     journal.weights.extend(origin.weights)
                     journal.numerics, journal.mixed_numerics = origin.numerics, origin.is_mixed

@@ -118,8 +118,7 @@ async def test_a_lost_request_continues_elsewhere_with_what_the_client_has_of_ea
     again = await other.next_request()
     runs, has_ended = again.submit.journals
     assert runs == SampleJournal(sample_index=0, token_ids=[1, 2], emitted_text_bytes=2)
-    assert (has_ended.end.sample_index, has_ended.end.completion_tokens) == (1, 1), "for a call that resumes it"
-    has_ended.ClearField("end")
+    assert not has_ended.HasField("end"), "no call can resume it"
     assert has_ended == SampleJournal(sample_index=1, token_ids=[3], emitted_text_bytes=2, finished=True)
     assert again.submit.request_id == request.submit.request_id
     assert again.submit.sampling_params == request.submit.sampling_params

@@ -7,8 +7,8 @@ from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.pending_request import MAX_LOSSES_ALONE, PendingRequest
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
-from tokenloom.v1.output_processor_pb2 import Submit
-from tokenloom.v1.types_pb2 import Prompt, SamplingParams
+from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.types_pb2 import FinishReason, Prompt, SamplingParams
 
 PROMPT_BYTES = 400
 
@@ -35,6 +35,17 @@ def test_a_prompt_within_the_budget_is_kept_to_the_end() -> None:
     held.release()
     held.cancel()
     assert (held.can_begin, kept.taken) == (False, 0)
+
+
+@pytest.mark.parametrize("fingerprint", [b"", b"body"])
+def test_how_a_sample_ended_is_sent_again_for_requests_that_can_be_resumed(fingerprint: bytes) -> None:
+    collector = Collector(2)
+    submit = Submit(prompt=Prompt(token_ids=range(100)), num_samples=2, fingerprint=fingerprint)
+    held = PendingRequest(submit, collector, 0, AdmissionLimit(PROMPT_BYTES), RetryBudget(lambda: 0.0), now=0.0)
+    collector.put(0, "x", 0, [1])
+    collector.finish(0, RequestFinished(reason=FinishReason.FINISH_REASON_LENGTH, completion_tokens=1))
+    (journal,) = held.again(1, now=0.0).journals
+    assert (journal.finished, journal.HasField("end")) == (True, bool(fingerprint))
 
 
 def test_a_prompt_beyond_the_budget_is_forgotten_once_it_was_sent() -> None:

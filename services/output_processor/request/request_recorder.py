@@ -43,9 +43,7 @@ CALM_SECONDS = 10.0
 EXPIRY_SECONDS: Final = 3600.0
 """How often files that are too old are looked for while no file begins."""
 _REQUEST_BYTES = 4096
-"""Memory of the objects of a request that has ended, besides what is counted."""
-_OUTPUT_BYTES = 8192
-"""The same of each of its outputs: 12 kB were measured of one with 16 tokens, of which 600 bytes were counted."""
+"""Memory of the objects of a request that has ended, besides its outputs."""
 _LAST_SECONDS = 5.0
 """How long the records that wait have at the end of this process."""
 _FALL_BACK = "unrecorded"
@@ -145,8 +143,7 @@ class RequestRecorder:
 
     def add(self, submit: Submit, outputs: Sequence[SampleOutput], began_ms: int) -> None:
         """Take a request whose outputs have ended. One that finds too many before it is not recorded."""
-        num_bytes = _REQUEST_BYTES + submit.ByteSize()
-        num_bytes += sum(_OUTPUT_BYTES + output.num_kept_bytes for output in outputs)
+        num_bytes = _REQUEST_BYTES + submit.ByteSize() + sum(output.num_kept_bytes for output in outputs)
         if self._is_closed or self._num_bytes + num_bytes > MOST_WAITING_BYTES:
             self._drop(outputs)
             return

@@ -163,6 +163,7 @@ def test_an_interrupt_while_requests_end_leaves_no_pause(
 
 async def test_modes_of_the_async_engine(demo: Tensors, other: Tensors) -> None:
     async with AsyncLLM(EngineArgs(MODEL, dtype="float32", max_num_seqs=8, num_gpu_blocks_override=200)) as llm:
+        longer = SamplingParams(temperature=0.0, max_tokens=600, ignore_eos=True)  # beside a busy machine, too
 
         async def ask(params: SamplingParams, begun: asyncio.Event | None = None) -> RequestOutput:
             async for output in llm.generate(STORY, params):
@@ -171,11 +172,11 @@ async def test_modes_of_the_async_engine(demo: Tensors, other: Tensors) -> None:
                     begun.set()
             return last
 
-        old = await ask(LONG)
+        old = await ask(longer)
         ends = {"wait": "length", "abort": "abort", "keep": "length"}
         for number, (mode, reason) in enumerate(ends.items(), 1):
             begun = asyncio.Event()
-            asked = asyncio.create_task(ask(LONG, begun))
+            asked = asyncio.create_task(ask(longer, begun))
             await begun.wait()
             assert await llm.update_weights(demo, mode=mode) == number
             ended = await asked

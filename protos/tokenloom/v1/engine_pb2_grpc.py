@@ -280,7 +280,7 @@ class EngineAdminServicer:
 
     def SetRole(self, request, context):
         """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
-        to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
+        to prefill only. DEADLINE_EXCEEDED if leases outlast the call. FAILED_PRECONDITION for PREFILL if the engine serves no KV to others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

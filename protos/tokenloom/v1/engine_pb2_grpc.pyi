@@ -117,7 +117,7 @@ class EngineAdminStub:
     """
     SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
     """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
-    to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
+    to prefill only. DEADLINE_EXCEEDED if leases outlast the call. FAILED_PRECONDITION for PREFILL if the engine serves no KV to others.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
     """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
@@ -199,7 +199,7 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
-    to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
+    to prefill only. DEADLINE_EXCEEDED if leases outlast the call. FAILED_PRECONDITION for PREFILL if the engine serves no KV to others.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
     """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
@@ -320,7 +320,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SetRoleResponse, _abc.Awaitable[_engine_pb2.SetRoleResponse]]:
         """Changes which legs the engine takes, once its leases have ended; requests continue, elsewhere if they can move from an engine that is
-        to prefill only. DEADLINE_EXCEEDED if leases outlast the call.
+        to prefill only. DEADLINE_EXCEEDED if leases outlast the call. FAILED_PRECONDITION for PREFILL if the engine serves no KV to others.
         """
 
     @_abc_1.abstractmethod

@@ -116,6 +116,8 @@ def _print(result: "Replayed") -> None:
         print(f"{record.id}: equal (outputs: {len(record.outputs)}, tokens: {result.num_tokens})")
     for difference in result.differences:
         print("\n".join(_lines(record, difference)))
+    if result.differences and result.may_follow_threads:
+        print(f"{record.id}: sums may follow the number of threads, which is not recorded: try --num-threads 1")
 
 
 def _lines(record: "RecordedRequest", difference: "OutputDifference") -> Iterable[str]:

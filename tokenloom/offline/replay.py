@@ -84,6 +84,13 @@ class Replayed:
         """Whether everything came again."""
         return not self.refusal and not self.differences
 
+    @property
+    def may_follow_threads(self) -> bool:
+        """Whether the same engine with another number of threads may draw other tokens. Two engines on two cores have
+        one each, and a replay there has two."""
+        options = options_of(self.record)
+        return options.get("dtype") in ("bfloat16", "float16") and not options.get("batch_invariant", False)
+
 
 def options_of(record: RecordedRequest) -> dict[str, Any]:
     """Return the options of an engine that its recorded numerics name, as keywords of ``LLM``."""

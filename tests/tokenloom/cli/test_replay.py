@@ -9,8 +9,10 @@ from typer.testing import CliRunner, Result
 from tokenloom import __version__
 from tokenloom.cli.main import app
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.gpu_worker.attention.attention_backend import TOKENWISE
 from tokenloom.model_files.checkpoint import tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.offline.replay import Replayed
 from tokenloom.request.request_records import VERSION, RecordedLeg, RecordedOutput, RecordedRequest, sealed
 
 ID = "0123456789" * 4
@@ -83,6 +85,16 @@ def test_another_token_ends_with_status_1_and_is_shown(folder: Path) -> None:
     assert "  recorded: log probabilities were not asked for" in text
     assert f"  replayed: {TOKENS[3]} " in text
     assert "  whole on engine-0 from token 0, preempted at 2, 3" in text
+
+
+@pytest.mark.parametrize(
+    ("numerics", "is_named"),
+    [("hash", False), ("cpu/float32", False), ("cpu/bfloat16", True), (f"cpu/bfloat16/{TOKENWISE}", False)],
+)
+def test_the_number_of_threads_is_named_where_tokens_may_follow_it(numerics: str, is_named: bool) -> None:
+    recorded = record()
+    output = replace(recorded.outputs[0], numerics=numerics)
+    assert Replayed(replace(recorded, outputs=[output]), []).may_follow_threads == is_named
 
 
 def test_what_was_changed_is_named_and_no_success(folder: Path) -> None:

@@ -13,10 +13,12 @@ from typing import Annotated
 
 import typer
 
-from ..failures import reported
+from ..failures import CommandFailed, reported
 from ..server import ApiKey, BaseUrl
 
 _ANSWER = re.compile("[0-9a-f]{40}")
+_NO_ROUTE = "see /docs for the available endpoints"
+"""What a gateway says of a path that it does not serve: without admin keys it serves no admin route."""
 
 
 def plan(
@@ -120,12 +122,15 @@ def move(
     """
     from urllib.parse import urlencode
 
-    from ..server import connect
+    from ..server import connect, reason
 
     with reported():
         named = "request_id" if _ANSWER.search(request) else "source"
         query = {named: request} | ({"target": engine} if engine else {})
-        found = connect(base_url, api_key).post(f"/move_requests?{urlencode(query)}", {}).value()
+        answer = connect(base_url, api_key).post(f"/move_requests?{urlencode(query)}", {})
+        if answer.status == 404 and _NO_ROUTE in reason(answer.body):
+            raise CommandFailed("the server has no admin routes: start it with --admin-api-key, and give that key")
+        found = answer.value()
     typer.echo(", ".join(f"{what}: {found[what]}" for what in ("moved", "ended", "stayed")))
     for reason in found["reasons"]:
         typer.echo(f"stayed: {reason}", err=True)

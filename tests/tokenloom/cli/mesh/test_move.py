@@ -35,3 +35,10 @@ def test_a_server_that_refuses(server: FakeServer) -> None:
     result = CliRunner().invoke(app, ["move", ID, "--base-url", server.url])
     assert result.exit_code == 1
     assert "HTTP 404: no engine runs it" in result.stderr
+
+
+def test_a_server_without_admin_routes(server: FakeServer) -> None:
+    server.reply(404, {"error": {"message": "Not found; see /docs for the available endpoints."}})
+    result = CliRunner().invoke(app, ["move", ID, "--base-url", server.url])
+    assert result.exit_code == 1
+    assert "start it with --admin-api-key" in result.stderr

@@ -132,7 +132,7 @@ def move(
             raise CommandFailed("the server has no admin routes: start it with --admin-api-key, and give that key")
         found = answer.value()
     typer.echo(", ".join(f"{what}: {found[what]}" for what in ("moved", "ended", "stayed")))
-    for reason in found["reasons"]:
-        typer.echo(f"stayed: {reason}", err=True)
+    for why in found["reasons"]:
+        typer.echo(f"stayed: {why}", err=True)
     if found["stayed"]:
         raise typer.Exit(1)

@@ -239,6 +239,9 @@ class KVMoves:
             cause = await self._core.call("lend_request", attempt.key, lease_id, attempt.tokens.num_given)
         except TokenloomError as error:
             cause = error.message
+        except Exception:
+            log.exception("a request could not be lent because of a bug")
+            cause = "the engine could not ask its core"
         if cause:
             if attempt.finish_reason is None:
                 attempt.kv.stay()

@@ -73,7 +73,7 @@ def test_on_a_busy_machine_a_constraint_is_not_judged() -> None:
     assert not process.is_alive
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGQUIT])
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGUSR1])
 def test_a_process_that_was_ended_has_judged_nothing(process: CompilerProcess, signal_: signal.Signals) -> None:
     process._process.send_signal(signal_)
     process._process.wait()

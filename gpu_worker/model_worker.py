@@ -225,7 +225,7 @@ class ModelWorker:
     def _begin_scrub(self) -> None:
         if (seconds := self._config.worker.weights_scrub_seconds) == 0:
             return
-        refuse = weakref.WeakMethod(self._refuse_steps)  # a worker that nobody holds any more is to be collected
+        refuse = weakref.WeakMethod(self._refuse_steps)  # a worker without other references is to be collected
 
         def on_damage(reason: str) -> None:
             if (call := refuse()) is not None:

@@ -88,7 +88,7 @@ class AsyncSocket:
                     self._unsent = None
 
     def last_message(self) -> list[Frame] | None:
-        """Return the last message of a peer that has ended, if nobody has received it; None: there is none."""
+        """Return the last message of a peer that has ended, if it was not received yet; None: there is none."""
         with contextlib.suppress(OSError, ValueError):
             while not self._has_ended:
                 messages = self._reader.read(self._connection)

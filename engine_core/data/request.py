@@ -278,7 +278,7 @@ class RequestKV:
 
 
 MAX_PREEMPTIONS = 64
-"""How many preemptions of a request its end tells."""
+"""How many preemptions the end of a request names."""
 
 
 class RequestTimes:

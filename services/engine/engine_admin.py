@@ -93,7 +93,7 @@ class Administration:
         if self._engine.kv is None:
             raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
         is_to_prefill = role == types_pb2.ENGINE_ROLE_PREFILL
-        # The coordinator refuses the reports of one whose KV nobody can read, and it would lose its place in the mesh.
+        # The coordinator refuses reports of an engine whose KV no other one can read, which would then leave the mesh.
         if is_to_prefill and self._engine.kv.owner is None:
             raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-listen", field="role")
         await self.role.change(role)

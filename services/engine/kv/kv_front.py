@@ -220,8 +220,8 @@ class KVMoves:
         await ended.wait()
 
     def _begin(self, attempt: Attempt, target: str) -> "asyncio.Task[str]":
-        """Move an attempt in a task of its own: what the core answers is to be noted, also if whoever wants the move
-        waits for it no more."""
+        """Move an attempt in a task of its own: what the core answers is to be noted, also if the caller
+        does not wait for it any more."""
         settled, lease_id = asyncio.Event(), self._random.randbytes(LEASE_ID_BYTES)
         attempt.kv.on_settled = settled.set
         # Before anything is awaited: another move would take it for one of its own. And before the core knows: its

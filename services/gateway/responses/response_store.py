@@ -43,7 +43,7 @@ class EventLog:
         self.error: errors.TokenloomError | None = None
         self._blocks: list[bytes] = []
         self._open: list[bytes] = []  # the last events, fewer than a block has
-        self._changed: asyncio.Event | None = None  # set with the next event; None: nobody waits
+        self._changed: asyncio.Event | None = None  # set with the next event; None: no reader waits
 
     def add(self, events: bytes) -> None:
         """Add any number of complete events, unless it is over."""

@@ -221,8 +221,8 @@ class RequestRecorder:
         if len(line) <= self._files.largest_record:
             self._files.write(line)
             return True
-        told = "a record of %d bytes is not written, nor are others of more than %d, half of --request-record-bytes"
-        self._log_once("large", told, len(line), self._files.largest_record)
+        text = "a record of %d bytes is not written, nor are others of more than %d, half of --request-record-bytes"
+        self._log_once("large", text, len(line), self._files.largest_record)
         return False
 
     def _log_once(self, reason: str, message: str, *values: object) -> None:

@@ -16,6 +16,7 @@ def install(
 ) -> None:
     """Install a package whose module has the name's underscored form. ``points``: targets by group and name."""
     module = name.replace("-", "_")
+    sys.modules.pop(module, None)  # of an earlier test, whose directory is gone
     info = directory / f"{module}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

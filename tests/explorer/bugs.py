@@ -76,6 +76,10 @@ def _open_for_any(generator: Generator, *args: Any, outlives_call: bool = True, 
     return _OPEN(generator, *args, **options)
 
 
+def _withdraw_nothing(generator: Generator, request_id: str, tenant: str) -> None:
+    """Let an output processor go on with a request that was cancelled."""
+
+
 def _wait_for_ever(requests: AsyncIterator[Any], idle_seconds: float, noun: str) -> Awaitable[Any]:
     """Let a stream be silent as long as it likes."""
     return anext(requests, None)
@@ -112,7 +116,7 @@ _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "files_that_arrive": ("files", {(FileStore, "take"): _reserve_nothing, (FileStore, "grow"): _grow_freely}),
     "place_given_back": ("generations", {(ResumableRequests, "find"): _give_place_back}),
     "charged_by_call": ("generations", {(Charges, "of"): _charge_again}),
-    "cancelled_as_lost": ("responses", {(Generator, "open"): _open_for_any}),
+    "cancelled_as_lost": ("responses", {(Generator, "open"): _open_for_any, (Generator, "cancel"): _withdraw_nothing}),
     "silent_streams": ("streams", {(kserve_servicer, "next_request"): _wait_for_ever}),
     "half_resumed": ("pauses", {(pause, "completed"): _as_it_is}),
     "end_of_the_predecessor": ("hubs", {(GroupHub, "_leave"): _leave_by_rank}),

@@ -58,12 +58,14 @@ class Tracer:
             "service.version": version("tokenloom"),
         }
         # Over gRPC, because every part has loaded gRPC already; OTLP over HTTP would bring a second client library.
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_SECONDS)
+        self._exporter = OTLPSpanExporter(
+            endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_SECONDS
+        )
         self._provider = TracerProvider(
             resource=Resource.create(names), sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False
         )
         self._provider.add_span_processor(
-            BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUE, schedule_delay_millis=_DELAY_MS)
+            BatchSpanProcessor(self._exporter, max_queue_size=_MAX_QUEUE, schedule_delay_millis=_DELAY_MS)
         )
         self._tracer = self._provider.get_tracer("tokenloom")
         self._propagator = TraceContextTextMapPropagator()
@@ -94,10 +96,12 @@ class Tracer:
         return Span(self._tracer, span, to_epoch) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what is left, for at most two seconds: the thread that still tries then dies with the process."""
+        """Send what is left, for at most two seconds, and drop the rest."""
         closing = threading.Thread(target=self._provider.shutdown, name="otlp-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():  # it would try each batch again for seconds
+            self._exporter.shutdown()
 
 
 class Span:

@@ -1,6 +1,7 @@
 """What `make stubs` writes without Go and npm; `make clients` compiles and uses the stubs."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import yaml
 from tools.stubs import npm_stubs
 from tools.stubs.protoc import PROTOS, PUBLIC, StubsFailed, generate
 
-PLUGIN = f"""#!{sys.executable}
+# A first line of a script cannot name an interpreter in a folder with a blank.
+PLUGIN = f"""#!/bin/sh
+exec {shlex.quote(sys.executable)} -c '
 import sys
 from google.protobuf.compiler import plugin_pb2
 asked = plugin_pb2.CodeGeneratorRequest.FromString(sys.stdin.buffer.read())
@@ -18,6 +21,7 @@ answer = plugin_pb2.CodeGeneratorResponse(supported_features=1)  # optional fiel
 for name in asked.file_to_generate:
     answer.file.add(name=name + ".txt", content=asked.parameter)
 sys.stdout.buffer.write(answer.SerializeToString())
+'
 """
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -43,13 +44,18 @@ def test_a_trace_that_is_not_sampled_makes_no_span() -> None:
 
 
 def test_an_unreachable_collector_delays_nothing() -> None:
+    others, started = {*threading.enumerate()}, time.monotonic()
     tracer = Tracer("http://127.0.0.1:9", "engine", "engine-0")
-    started = time.monotonic()
     for _ in range(10_000):  # more than the queue holds
         span = tracer.start("engine", {})
         assert span is not None
         span.end()
+    sending = {*threading.enumerate()} - others
+    assert sending
     tracer.close()
+    for thread in sending:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in sending)
     assert time.monotonic() - started < 60
 
 

@@ -34,7 +34,8 @@ MADE_AT_RUN_TIME = {
     "services/gateway/generation/delivered.py": r"\s*(?:[^\s\u2e80-\uffff]+(?=\s)|[^\s\u2e80-\uffff]*[\u2e80-\uffff])",
     "services/gateway/records/request_ids.py": r"(?:[a-z]+[-_])*([0-9a-f]{40}(?:-[0-9]+)?)(?:_[0-9a-f]{8})?",
     "tokenloom/request/request_records.py": r"requests-0123456789(?:-\d+)?",
-    "services/tokenizer/long_texts.py": r"\n(?=[^\W_])|[A-Za-z](?= [A-Za-z])",
+    "services/tokenizer/encode_worker.py": r"[A-Za-z](?= [A-Za-z])",
+    "services/tokenizer/encoder.py": r"\n(?=[^\W_])|[A-Za-z](?= [A-Za-z])",
     "services/tokenizer/spelled_tokens.py": r"<(?:\|(?:e(?:nds?)?\|>|\|>)|e>?)",
 }
 # What expressions of a table are called where they are used.

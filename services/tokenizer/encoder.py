@@ -1,10 +1,13 @@
-"""Turns text into token ids and back: what a thread of the tokenizer, or a process that it started, computes."""
+"""Turns text into token ids and back: what a thread of the tokenizer, or a process that it started, computes. Cuts long
+texts at places across which a tokenizer does not look."""
 
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -132,7 +135,11 @@ def encode_text(
 
 
 class TextEncoder:
-    """Answers the calls of a tokenizer. Several threads may use it."""
+    """Answers the calls of a tokenizer. Several threads may use it.
+
+    Attributes:
+        tokenizer: Of the checkpoint.
+    """
 
     def __init__(
         self,
@@ -145,7 +152,7 @@ class TextEncoder:
     ) -> None:
         """``vector_texts``: how texts become vectors; None: the checkpoint does not say. ``reader``: how images
         and sounds stand in prompts; None: the model reads none."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._vector_texts = VectorTexts(tokenizer, vector_texts)
         self._block_size = block_size
         self._max_text_bytes = max_text_bytes
@@ -169,7 +176,7 @@ class TextEncoder:
         rule = rule._replace(add_special_tokens=request.add_special_tokens and rule.add_special_tokens).cut_to(cut)
         prompts = []
         for text, second in zip_longest(texts, second_texts):
-            encode = partial(encode_text, self._tokenizer, text, second, rule, want_strings=request.want_token_strings)
+            encode = partial(encode_text, self.tokenizer, text, second, rule, want_strings=request.want_token_strings)
             prompts.append(self._prompt(encode, request))
         return EncodeResponse(prompts=prompts)
 
@@ -185,7 +192,7 @@ class TextEncoder:
         if not rendered.masks:
             if 4 * len(rendered.text) > self._max_text_bytes:
                 self.check_size(rendered.text)
-            encode = partial(encode_text, self._tokenizer, rendered.text, None, _OF_CHATS, want_strings=want_strings)
+            encode = partial(encode_text, self.tokenizer, rendered.text, None, _OF_CHATS, want_strings=want_strings)
             return self._prompt(encode, request, media)
         self.check_size(unmasked(rendered.text, rendered.masks))
         prompt = self._prompt(partial(self._encode_masked, rendered, want_strings), request, media)
@@ -205,9 +212,9 @@ class TextEncoder:
     def encode_chunks(self, chunks: Sequence[str]) -> list[bytes]:
         """Return the packed ids of each part of a text. Raises as :meth:`encode`."""
         try:
-            encodings = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
+            encodings = self.tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
         except BaseException as error:
-            raise _contained(error) from error
+            raise contained(error) from error
         return [packed_ids.pack(encoding.ids) for encoding in encodings]
 
     def response_of_chunks(
@@ -237,14 +244,14 @@ class TextEncoder:
         # As in `encode_text`: `decode` would hold the lock.
         ids, skips = list(request.token_ids), request.skip_special_tokens
         try:
-            (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skips)
+            (text,) = self.tokenizer.decode_batch([ids], skip_special_tokens=skips)
         except BaseException as error:
-            raise _contained(error) from error
+            raise contained(error) from error
         return DecodeResponse(text=text)
 
     @cached_property
     def _plain_texts(self) -> PlainTextEncoder:
-        return PlainTextEncoder(self._tokenizer)
+        return PlainTextEncoder(self.tokenizer)
 
     def _encode_masked(self, rendered: Rendered, want_strings: bool) -> EncodedText:
         return EncodedText(*self._plain_texts.encode(rendered, want_strings=want_strings), 0, 0)
@@ -258,7 +265,7 @@ class TextEncoder:
         try:
             encoded = encode()
         except BaseException as error:
-            raise _contained(error) from error
+            raise contained(error) from error
         ids = encoded.token_ids
         if media:
             assert self._reader is not None, "the caller has expanded the text with it"
@@ -305,9 +312,99 @@ def _place(run: MediaRun) -> tuple[int, int, int]:
     return run.position, run.num_tokens, run.row_offset
 
 
-def _contained(error: BaseException) -> BaseException:
+def contained(error: BaseException) -> BaseException:
     """Return what to raise for an error of the library, which panics on some inputs with a BaseException that no other
     handler would catch."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
         return error
     return errors.InvalidArgument("prompt: the tokenizer fails on this text.", "prompt")
+
+
+class CutKind(NamedTuple):
+    """Describes places where a text may be cut."""
+
+    name: str
+    mark: str
+    """The character beside such a place."""
+    pattern: str
+    """Ends at such a place, and begins at most one character before the mark."""
+    crossing: str
+    """Is found in the tokens of a vocabulary, as it spells them, that reach across such a place."""
+    befores: Sequence[str]
+    """What may stand before such a place."""
+    afters: Sequence[str]
+    """What may stand behind it."""
+
+    def is_between(self, one: str, other: str) -> bool:
+        """Return whether such a place is between two texts."""
+        return any(match.end() == len(one) for match in re.finditer(self.pattern, one + other))
+
+
+# Patterns of pre-tokenizers end a match behind a line's end, or begin one with the blank before a word; GPT-2's do only
+# the latter.
+CUT_KINDS: Final = (
+    CutKind(
+        "line",
+        "\n",
+        r"\n(?=[^\W_])",
+        r"\n[^\W_]|Ċ[A-Za-z0-9Â-ô]",  # vocabularies of bytes spell the first byte of other letters as Â to ô
+        ("\n", "\n\n", " \n", "\n \n", "\t\n", "\r\n", ")\n", ");\n\n", ".\n", "\u3000\n", "1\n", "<\n", "-- \n"),
+        ("a", "The", "I'm", "2", "2024", "10th", "é", "Ω", "你好", "こ", "한", "ш", "ب", "हि", "ก", "x_y"),
+    ),
+    CutKind(
+        "word",
+        " ",
+        r"[A-Za-z](?= [A-Za-z])",
+        r"[A-Za-z][ Ġ▁]",
+        ("a", "the", "THE", "it's", "we'll", "x", "\nZ", "2nd", "éa", "你a", "_b", "don't", "e\u0301q", "\tq", "<a"),
+        (" a", " The", " I'm", " s", " re the", " ll", " x2", " q\u0301", " NOT", " b_c", " eé"),
+    ),
+)
+
+
+CHUNK_CHARS = 2048
+"""A chunk ends at the first safe place behind so many characters."""
+SEARCHED_CHARS = 1 << 16
+"""Characters of a text that are searched for a place at a time."""
+_AHEAD_CHARS = 2
+"""Characters behind a place that patterns look at."""
+PAUSE_SECONDS = 0.0005
+"""Between two parts of a text that were searched: the event loop, which waits for the interpreter's lock, gets it."""
+
+
+class SafeCuts:
+    """Cuts texts of one tokenizer. A text that goes on is cut at the same places."""
+
+    def __init__(self, kinds: Sequence[CutKind], prefix: bytes, suffix: bytes) -> None:
+        """``kinds``: those that are safe, at least one. ``prefix``, ``suffix``: the special tokens that the tokenizer
+        adds around a text, packed."""
+        self.kinds = kinds
+        self.prefix, self.suffix = prefix, suffix
+        self._marks = [kind.mark for kind in kinds]
+        self._find = re.compile("|".join(kind.pattern for kind in kinds)).search
+
+    def chunks(self, text: str) -> list[str]:
+        """Return the chunks of a text; only the last one is shorter than :data:`CHUNK_CHARS`."""
+        found, start, rested = [], 0, 0
+        while (end := self._next_cut(text, start + CHUNK_CHARS - 1)) is not None:
+            found.append(text[start:end])
+            start = end
+            if start - rested > SEARCHED_CHARS:
+                rested = start
+                time.sleep(PAUSE_SECONDS)
+        found.append(text[start:])
+        return found
+
+    def _next_cut(self, text: str, start: int) -> int | None:
+        """Return the first place from ``start`` on; None: there is none."""
+        # By parts: in 4 MB of one word the search held the interpreter's lock for 80 ms. And only where a mark is: the
+        # search for a character takes a hundredth of that.
+        while start < len(text):
+            end = start + SEARCHED_CHARS
+            marks = [at for mark in self._marks if (at := text.find(mark, start, end + _AHEAD_CHARS)) >= 0]
+            if marks:
+                if (match := self._find(text, max(start, min(marks) - 1), end + _AHEAD_CHARS)) is not None:
+                    return match.end()
+                time.sleep(PAUSE_SECONDS)
+            start = end
+        return None

@@ -67,7 +67,7 @@ class TokenizerService:
             answer.tool_format_json = output_format.described(self._renderer.tool_format, tokenizer)
         metrics = TokenizerMetrics(host.metrics)
         room = settings.chunk_cache_bytes
-        long_texts = LongTexts(tokenizer, encoder, self._processes, metrics.cached_tokens, room)
+        long_texts = LongTexts(encoder, self._processes, metrics.cached_tokens, room)
         self._servicer = TokenizerServicer(
             encoder, self._renderer, long_texts, answer, metrics, settings.threads, reader, transcripts
         )
@@ -82,7 +82,7 @@ class TokenizerService:
         if self._processes is not None:
             await self._processes.close()
         if self._servicer is not None:
-            self._servicer.close()
+            await self._servicer.close()
 
 
 def _control_tokens(settings: TokenizerSettings, info: CheckpointInfo, tokenizer: Tokenizer) -> list[str]:

@@ -238,11 +238,11 @@ class TokenizerServicer(TokenizerServicerBase):
         threads = self._threads if stage is self._short else self._long_thread
         return partial(asyncio.get_running_loop().run_in_executor, threads)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let running calls end, and drop the waiting ones."""
         for threads in (self._threads, self._long_thread):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._long_texts.close()
+        await self._long_texts.close()
 
     async def GetTokenizerInfo(self, request: GetTokenizerInfoRequest, context: _Context) -> GetTokenizerInfoResponse:
         return self._info

@@ -1,11 +1,10 @@
 """Texts that are encoded by chunks have the ids that they have as a whole, and chunks of others are never found."""
 
 import asyncio
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,20 +13,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.request.packed_ids import LONG_PROMPT, ids_of, num_ids, pack
-from tokenloom.services.tokenizer import long_texts
-from tokenloom.services.tokenizer.encode_worker import EncodeJob, EncodeReply, answer
-from tokenloom.services.tokenizer.encoder import TextEncoder
-from tokenloom.services.tokenizer.long_texts import (
-    CHUNK_CHARS,
-    CUT_KINDS,
-    ChunkCache,
-    CutTrials,
-    LongTexts,
-    RunInThread,
-    SafeCuts,
-)
+from tokenloom.services.tokenizer import encode_worker, encoder, long_texts
+from tokenloom.services.tokenizer.encode_worker import CutTrials, EncodeJob, EncodeReply, answer
+from tokenloom.services.tokenizer.encoder import CHUNK_CHARS, CUT_KINDS, SafeCuts, TextEncoder
+from tokenloom.services.tokenizer.long_texts import ChunkCache, EncodeProcesses, LongTexts, RunInThread
 from tokenloom.services.tokenizer.tokenizer_servicer import TokenizerMetrics
 from tokenloom.v1.tokenizer_pb2 import EncodeRequest, EncodeResponse, TokenizedPrompt
 from tokenloom.v1.types_pb2 import REASONING_START_OPEN
@@ -91,8 +82,8 @@ def test_no_text_of_ten_thousand_differs_with_the_demo_model() -> None:
 def test_a_text_that_is_searched_by_parts_is_cut_at_the_same_places(text: str, start: int, chars: int) -> None:
     cuts = SafeCuts(CUT_KINDS, b"", b"")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "SEARCHED_CHARS", chars)
-        patch.setattr(long_texts, "PAUSE_SECONDS", 0)
+        patch.setattr(encoder, "SEARCHED_CHARS", chars)
+        patch.setattr(encoder, "PAUSE_SECONDS", 0)
         match = cuts._find(text, start)
         assert cuts._next_cut(text, start) == (None if match is None else match.end())
 
@@ -140,27 +131,6 @@ def test_one_token_across_a_cut_is_enough(token: str, expected: list[str]) -> No
     assert [kind.name for kind in found.kinds] == expected
 
 
-def test_the_threads_of_the_library_begin_before_the_search_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    niceness: list[int] = []
-
-    class Noting:
-        def encode_batch_fast(self, texts: list[str]) -> None:
-            niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    texts, own = Texts().texts, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    texts._tokenizer = Noting()  # type: ignore[assignment]
-    monkeypatch.setattr(texts, "find_cuts", lambda: texts._tokenizer.encode_batch_fast([]))
-    thread = threading.Thread(target=texts._find_behind_others)
-    thread.start()
-    thread.join()
-    assert niceness[0] == own
-    assert niceness[1] == max(own, 10)
-
-
-def test_a_search_that_is_not_wanted_any_more_ends() -> None:
-    assert CutTrials(TOKENIZER, lambda: False).find(10**9) is None
-
-
 def test_a_text_is_searched_only_where_a_blank_is() -> None:
     cuts, searched = SafeCuts(CUT_KINDS, b"", b""), list[int]()
     find = cuts._find
@@ -173,7 +143,7 @@ def test_a_text_is_searched_only_where_a_blank_is() -> None:
     assert cuts.chunks("a" * 500_000) == ["a" * 500_000]
     assert not searched
     assert len(cuts.chunks("a" * 500_000 + " b")) == 2
-    assert sum(searched) < 2 * long_texts.SEARCHED_CHARS
+    assert sum(searched) < 2 * encoder.SEARCHED_CHARS
 
 
 PIECES = st.sampled_from(["\n", " ", "a", "The river", "I'm", "10", "é", "日本", "<|im_end|>", " \n", "x_y", ".", "\t"])
@@ -182,7 +152,7 @@ PIECES = st.sampled_from(["\n", " ", "a", "The river", "I'm", "10", "é", "日�
 @given(st.lists(PIECES, max_size=60).map("".join))
 def test_ids_are_those_of_the_whole(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "CHUNK_CHARS", 4)
+        patch.setattr(encoder, "CHUNK_CHARS", 4)
         chunks = SafeCuts(CUT_KINDS, b"", b"").chunks(text)
     assert "".join(chunks) == text
     whole, *parts = TOKENIZER.encode_batch_fast([text, *chunks], add_special_tokens=False)
@@ -260,7 +230,7 @@ class Texts:
         self.processes = FakeProcesses(self.encoder)
         self.metrics = TokenizerMetrics(CollectorRegistry())
         counter = self.metrics.cached_tokens
-        self.texts = LongTexts(tokenizer, self.encoder, self.processes, counter, max_bytes)  # type: ignore[arg-type]
+        self.texts = LongTexts(self.encoder, self.processes, counter, max_bytes)  # type: ignore[arg-type]
         self.texts.cuts = CutTrials(tokenizer).find(200)
 
     @property
@@ -326,26 +296,76 @@ async def test_a_text_over_the_limit_is_refused() -> None:
         await Texts().encode("a " * 100_001)
 
 
+class CutTexts:
+    """Long texts of which a process, here a function, finds where they may be cut.
+
+    Attributes:
+        failures: Raised by the next trials.
+        num_trials: How often it was tried.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_bytes: int = 1 << 20) -> None:
+        monkeypatch.setattr(encode_worker, "NUM_TEXTS", 200)
+        self.texts = Texts(max_bytes=max_bytes).texts
+        self.texts.cuts = None
+        self.failures: list[Exception] = []
+        self.num_trials = 0
+        processes = EncodeProcesses(None, 1)  # type: ignore[arg-type]
+        processes._trials = self  # type: ignore[assignment]
+        self.texts.processes = processes
+
+    async def run(self, message: bytes) -> bytes:
+        self.num_trials += 1
+        if self.failures:
+            raise self.failures.pop()
+        return msgspec.msgpack.encode(answer(self.texts._encoder, msgspec.msgpack.decode(message, type=EncodeJob)))
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+    async def is_cut(self, *, want_token_strings: bool = False) -> bool:
+        """Return whether a text is encoded by chunks, and let what is tried end."""
+        request = EncodeRequest(texts=[LINES], want_token_strings=want_token_strings)
+        response = await self.texts.encode(LINES, request, asyncio.to_thread, REST)
+        if (finding := self.texts.finding) is not None:
+            await asyncio.wait([finding])
+        return response is not None
+
+
 async def test_texts_are_whole_until_the_cuts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_texts, "NUM_TEXTS", 200)
-    texts = Texts().texts
-    request = EncodeRequest(texts=[LINES], want_token_strings=True)
-    assert await texts.encode(LINES, request, asyncio.to_thread, REST) is None
-    request.want_token_strings, texts.cuts = False, None
-    texts.find_cuts()
-    assert await texts.encode(LINES, request, asyncio.to_thread, REST) is not None
-    without_room = Texts(max_bytes=0).texts
-    without_room.cuts = None
-    assert await without_room.encode(LINES, request, asyncio.to_thread, REST) is None
-    assert without_room.cuts is None
+    texts = CutTexts(monkeypatch)
+    assert not await texts.is_cut()
+    assert await texts.is_cut()
+    assert not await texts.is_cut(want_token_strings=True)
+    assert texts.num_trials == 1
+    without_room = CutTexts(monkeypatch, max_bytes=0)
+    assert [await without_room.is_cut() for _ in range(2)] == [False, False]
+    assert without_room.num_trials == 0
 
 
-def test_a_tokenizer_that_fails_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_that_fails_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise BaseException("a panic of the library")
 
-    texts = Texts().texts
-    texts.cuts = None
+    texts = CutTexts(monkeypatch)
     monkeypatch.setattr(CutTrials, "find", fail)
-    texts.find_cuts()
-    assert texts.cuts is None
+    assert [await texts.is_cut() for _ in range(3)] == [False, False, False]
+    assert texts.num_trials == 1
+
+
+async def test_a_process_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = CutTexts(monkeypatch)
+    texts.failures = [Unavailable("the process does not start")]
+    assert [await texts.is_cut() for _ in range(3)] == [False, False, True]
+    assert texts.num_trials == 2
+
+
+async def test_trials_end_with_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = CutTexts(monkeypatch)
+    never = asyncio.Event()
+    monkeypatch.setattr(texts, "run", lambda _: never.wait())
+    request = EncodeRequest(texts=[LINES])
+    assert await texts.texts.encode(LINES, request, asyncio.to_thread, REST) is None
+    await asyncio.wait_for(texts.texts.close(), 30)
+    assert texts.texts.finding is not None
+    assert texts.texts.finding.cancelled()

@@ -25,6 +25,8 @@ from tokenloom.request.prefix_schedule import block_hashes, scheduled
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.tokenizer import long_texts
 from tokenloom.services.tokenizer import service as service_module
+from tokenloom.services.tokenizer.encode_worker import CutTrials
+from tokenloom.services.tokenizer.encoder import SafeCuts
 from tokenloom.services.tokenizer.long_texts import SHORT_BYTES, RunInThread
 from tokenloom.services.tokenizer.service import TokenizerService
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
@@ -226,28 +228,30 @@ async def test_long_calls_are_answered_as_short_ones(socket_dir: Path, tokenizer
     assert any(list(chat.token_ids[start : start + 1000]) == middle for start in starts)
 
 
+async def wait_for_cuts() -> None:
+    """Return when it is known where texts may be cut."""
+    await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "find cuts"])
+
+
 async def test_the_next_turn_of_a_long_conversation_finds_its_chunks(
-    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
-    monkeypatch.setattr(long_texts, "NUM_TEXTS", 200)
     settings = TokenizerSettings.of(listen=f"unix:{socket_dir}/t", metrics_listen="", render_workers=1, drain_timeout=0)
     turns = [{"role": "user", "content": LONG[:30_000]}, {"role": "assistant", "content": "It is so."}]
     chat = EncodeChatRequest(messages_json=json.dumps(turns[:1]).encode(), want_hashes=True, takes_packed_ids=True)
     text = EncodeRequest(texts=[LONG[:30_000]], add_special_tokens=True)
-    may_find, find = threading.Event(), long_texts.LongTexts.find_cuts
+    may_find = asyncio.Event()
 
-    def find_later(texts: long_texts.LongTexts) -> None:
-        may_find.wait()
-        find(texts)
+    async def find_later(_: long_texts.EncodeProcesses) -> SafeCuts | None:
+        await may_find.wait()
+        return CutTrials(tokenizer).find(200)
 
-    monkeypatch.setattr(long_texts.LongTexts, "find_cuts", find_later)
+    monkeypatch.setattr(long_texts.EncodeProcesses, "find_cuts", find_later)
     async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
         stub = TokenizerStub(channel)
         whole = await stub.EncodeChat(chat), await stub.Encode(text)
         may_find.set()
-        for thread in threading.enumerate():
-            if thread.name == "find-cuts":
-                await asyncio.to_thread(thread.join)
+        await wait_for_cuts()
         for num_others in (0, 1):
             assert (await stub.EncodeChat(chat), await stub.Encode(text)) == whole
             cached = host.metrics.get_sample_value("tokenloom_tokenizer_cached_tokens_total")
@@ -296,7 +300,6 @@ async def test_a_short_text_does_not_wait_behind_a_long_one(socket_dir: Path, mo
 async def test_the_ids_of_a_long_text_are_put_together_outside_of_the_event_loop(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_texts, "NUM_TEXTS", 200)
     names = []
 
     def note(*arguments: Any) -> bytes:
@@ -307,9 +310,7 @@ async def test_the_ids_of_a_long_text_are_put_together_outside_of_the_event_loop
     request = EncodeRequest(texts=[LONG], takes_packed_ids=True, want_hashes=True, cache_salt=b"s")
     async with _serving(socket_dir) as stub:
         whole = await stub.Encode(request)
-        for thread in threading.enumerate():
-            if thread.name == "find-cuts":
-                await asyncio.to_thread(thread.join)
+        await wait_for_cuts()
         assert not names
         assert await stub.Encode(request) == whole
     assert [name.partition("_")[0] for name in names] == ["long-text"]
@@ -318,6 +319,7 @@ async def test_the_ids_of_a_long_text_are_put_together_outside_of_the_event_loop
 async def test_a_process_that_ends_is_replaced(socket_dir: Path) -> None:
     async with _serving(socket_dir) as stub:
         first = await stub.Encode(EncodeRequest(texts=[LONG]))
+        await wait_for_cuts()
         (process,) = [
             child
             for child in psutil.Process().children()

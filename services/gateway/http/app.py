@@ -19,7 +19,7 @@ from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant import NO_TENANT, Tenant
 from ..tenants.tenant_shares import TenantShares
 from .client_flow import ClientDisconnected, Headers
-from .http_exchange import OPENAI, ErrorForm, HttpExchange, MethodNotAllowed
+from .http_exchange import OPENAI, ErrorForm, HttpExchange, MethodNotAllowed, shaping_stage
 from .response_counts import OTHER, ResponseCounts
 from .route import Handler, Route, Routes, pattern_of
 
@@ -140,6 +140,7 @@ class App:
         self._cors = Cors(access.cors_origins) if access.cors_origins else None
         self._counts = counts
         self._finished = finished
+        self._shaping = shaping_stage()
 
     @property
     def routes(self) -> Mapping[str, Collection[str]]:
@@ -152,7 +153,7 @@ class App:
         # every request has a task of its own.
         CURRENT_RECORD.set(exchange.record)
         path = self._paths.get(exchange.path) or self._paths.get(pattern_of(exchange.path), _NOT_SERVED)
-        exchange.error_form = path.error_form
+        exchange.error_form, exchange.shaping = path.error_form, self._shaping
         if self._cors is not None:
             self._cors.allow(exchange)
         try:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.telemetry import tracing
 
 from ..encoding.sse import encode_json
@@ -84,8 +86,7 @@ _ANY_TYPE = "/api/"
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
 _TURN_SECONDS = 0.001
-"""An answer's blocks are made for so long in one turn of the event loop: a token of another request waits for a turn of
-each large answer."""
+"""Blocks of an answer are made for so long in one turn of the event loop."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -142,6 +143,13 @@ class ResponseSink(Protocol):
     def abort(self) -> None: ...
 
 
+def shaping_stage() -> FairStage:
+    """Return the stage at which the large answers of a gateway are made: a slice of one answer at a time, whose tenants
+    take turns. None is refused; their number is bounded by that of the connections."""
+    # With a slice for each answer in each turn of the event loop, every hop of another request waited for all of them.
+    return FairStage(1, "answers", max_waiting=sys.maxsize, max_cost=sys.maxsize)
+
+
 class HttpExchange:
     """Holds a request and the state of its response, so that an error is reported in a form that is still possible.
 
@@ -163,9 +171,11 @@ class HttpExchange:
         record: What the request has generated.
         key: The start of the digest of the client's key; empty before it was checked, and where no key is needed.
         tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
+        shaping: Where its answer is made if that is large; see :func:`shaping_stage`. Set by the application.
     """
 
     tenant: Tenant
+    shaping: FairStage
     is_line = False
     is_of_peer = False
 
@@ -333,11 +343,50 @@ def trace_headers(exchange: HttpExchange) -> tracing.Headers:
     return tracing.pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
+class _Turns:
+    """Takes the turns of one large answer."""
+
+    def __init__(self, exchange: HttpExchange) -> None:
+        self._exchange = exchange
+        self._is_held = False
+
+    async def next(self) -> None:
+        """Return when it is this answer's turn, in a later turn of the event loop."""
+        self.end()
+        await self._exchange.shaping.begin(self._exchange.tenant.name, 1)
+        self._is_held = True
+        await asyncio.sleep(0)
+
+    def end(self) -> None:
+        """End the turn, if there is one."""
+        if self._is_held:
+            self._is_held = False
+            self._exchange.shaping.end(self._exchange.tenant.name, 1)
+
+
 async def respond_in_pieces(exchange: HttpExchange, body: Iterator[bytes], headers: Headers = ()) -> None:
     """Send a JSON response whose body is made in small blocks. The response begins after its last block was made, so an
     error that is raised meanwhile has a status of its own."""
-    pieces: list[bytes] = []
-    blocks, size = [], 0
+    turns = _Turns(exchange)
+    try:
+        pieces = await _shape(body, turns)
+    finally:
+        turns.end()
+    if len(pieces) == 1:
+        await exchange.respond(200, pieces[0], headers=headers)
+        return
+    length = str(sum(map(len, pieces))).encode()
+    await exchange.start(200, [(b"content-type", JSON), (b"content-length", length), *headers])
+    pieces.reverse()  # what was written is dropped
+    while pieces:
+        await exchange.write(pieces.pop())
+        await asyncio.sleep(0)
+    await exchange.finish()
+
+
+async def _shape(body: Iterator[bytes], turns: _Turns) -> list[bytes]:
+    """Return the body in pieces. What takes longer than a slice is made in turns with the other large answers."""
+    pieces, blocks, size = list[bytes](), list[bytes](), 0
     began = time.perf_counter()
     for block in body:
         blocks.append(block)
@@ -346,16 +395,7 @@ async def respond_in_pieces(exchange: HttpExchange, body: Iterator[bytes], heade
             pieces.append(b"".join(blocks))
             blocks, size = [], 0
         if time.perf_counter() - began > _TURN_SECONDS:
-            await asyncio.sleep(0)
+            await turns.next()
             began = time.perf_counter()
-    if not pieces:
-        await exchange.respond(200, b"".join(blocks), headers=headers)
-        return
     pieces.append(b"".join(blocks))
-    length = str(sum(map(len, pieces))).encode()
-    await exchange.start(200, [(b"content-type", JSON), (b"content-length", length), *headers])
-    pieces.reverse()  # what was written is dropped
-    while pieces:
-        await exchange.write(pieces.pop())
-        await asyncio.sleep(0)
-    await exchange.finish()
+    return pieces

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
 from typing import Any, cast
 
 import pytest
 
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
+from tokenloom.services.gateway.http import http_exchange
 from tokenloom.services.gateway.http.client_flow import ClientDisconnected, ClientFlow, Headers, ResponseWriter
 from tokenloom.services.gateway.http.http_exchange import (
     OPENAI,
@@ -15,8 +19,11 @@ from tokenloom.services.gateway.http.http_exchange import (
     ErrorForm,
     HttpExchange,
     UnsupportedMediaType,
+    respond_in_pieces,
+    shaping_stage,
 )
 from tokenloom.services.gateway.http.request_body import RequestBody
+from tokenloom.services.gateway.tenants.tenant import Tenant
 
 
 def _tree(cls: type[errors.TokenloomError]) -> list[type[errors.TokenloomError]]:
@@ -166,3 +173,71 @@ async def test_an_error_within_a_stream_has_the_status_that_it_would_have_had_be
     event = client.connection.transport.sent.partition(b"data: ")[2].partition(b"\n")[0]
     error = json.loads(event)["error"]
     assert (error["status"], error["code"], error["param"]) == (400, "invalid_argument", "regex")
+
+
+class LargeAnswers:
+    """Answers whose blocks each take a slice, of clients of several tenants.
+
+    Attributes:
+        made: The tenants of the blocks beyond the first one of each answer, with the turn of the event loop.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seconds = count()
+        monkeypatch.setattr(http_exchange.time, "perf_counter", lambda: float(next(seconds)))
+        self.made: list[tuple[int, str]] = []
+        self.shaping = shaping_stage()
+        self._turn = 0
+        self._count_turn()
+
+    def respond(self, tenant: str, num_blocks: int) -> tuple[Client, asyncio.Task[None]]:
+        client = Client()
+        client.exchange.tenant = Tenant(name=tenant, cache_salt=b"")
+        client.exchange.shaping = self.shaping
+        return client, asyncio.create_task(respond_in_pieces(client.exchange, self._blocks(tenant, num_blocks)))
+
+    def _blocks(self, tenant: str, num_blocks: int) -> Iterator[bytes]:
+        for number in range(num_blocks):
+            if number:
+                self.made.append((self._turn, tenant))
+            yield b"[%d]" % number
+
+    def _count_turn(self) -> None:
+        self._turn += 1
+        asyncio.get_running_loop().call_soon(self._count_turn)
+
+
+async def test_a_turn_of_the_event_loop_has_a_slice_of_one_large_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = LargeAnswers(monkeypatch)
+    clients = [answers.respond("a", 5) for _ in range(4)]
+    for client, task in clients:
+        await asyncio.wait_for(task, 30)
+        assert client.connection.transport.sent.endswith(b"\r\n\r\n[0][1][2][3][4]")
+    turns = Counter(turn for turn, _ in answers.made)
+    assert len(answers.made) == 4 * 4
+    assert set(turns.values()) == {1}
+
+
+async def test_tenants_with_large_answers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = LargeAnswers(monkeypatch)
+    tasks = [answers.respond("a", 30)[1] for _ in range(8)]
+    await asyncio.sleep(0)
+    _, of_other = answers.respond("b", 10)
+    await asyncio.wait_for(of_other, 30)
+    made = [tenant for _, tenant in answers.made]
+    beside = made[made.index("b") :]
+    assert beside.count("b") == 9
+    assert beside.count("a") <= 10, "however many answers it has"
+    await asyncio.wait_for(asyncio.gather(*tasks), 30)
+
+
+async def test_a_client_that_leaves_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = LargeAnswers(monkeypatch)
+    tasks = [answers.respond("a", 50)[1] for _ in range(3)]
+    for task in tasks:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait_for(answers.respond("b", 5)[1], 30)
+    assert answers.shaping.num_waiting == 0

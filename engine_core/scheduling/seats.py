@@ -29,24 +29,33 @@ class PromptTurns:
     def __init__(self) -> None:
         self._turns = TenantTurns()
 
-    def deal(self, budget: int, running: Iterable[Request], heads: Iterable[Request]) -> Counter[str]:
+    def deal(
+        self, budget: int, running: Iterable[Request], heads: Iterable[Request], beside_others: int | None = None
+    ) -> Counter[str]:
         """Return what the prompt tokens of each tenant may cost in a step; see :func:`cost_per_token`.
 
         Args:
             budget: Tokens of the step.
             running: Requests that take part. Those that miss more than one token compute a prompt.
             heads: The next waiting requests of each tenant. Those behind them share what is left over.
+            beside_others: What a tenant's prompts with log probabilities may cost beside a prompt of a tenant that asks
+                for none; None: nothing limits them.
         """
         needs_of: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by priority
+        costly = set()
         for request in running:
             if (num_missing := request.num_missing_tokens) > 1:
-                needs_of[request.priority][request.tenant] += num_missing * cost_per_token(request)
+                needs_of[request.priority][request.tenant] += num_missing * (cost := cost_per_token(request))
+                if cost > 1:
+                    costly.add(request.tenant)
             else:
                 budget -= 1
         waiting = set()
         for head in heads:
-            needs_of[head.priority][head.tenant] += max(head.num_missing_tokens, 1) * cost_per_token(head)
+            needs_of[head.priority][head.tenant] += max(head.num_missing_tokens, 1) * (cost := cost_per_token(head))
             waiting.add(head.tenant)
+            if cost > 1:
+                costly.add(head.tenant)
         tenants = {tenant for needs in needs_of.values() for tenant in needs}
         for tenant in tenants:
             self._turns.wait(tenant)
@@ -56,6 +65,10 @@ class PromptTurns:
         self._turns.forget(tenants)
         for tenant in waiting:
             grants[tenant] += budget
+        # The first token of the other one waits for the step before it; its own step need not be a full one, too.
+        if beside_others is not None and any(grants[tenant] > 0 for tenant in tenants - costly):
+            for tenant in costly:
+                grants[tenant] = min(grants[tenant], beside_others)
         return grants
 
     def _deal_equals(self, budget: int, needs: Counter[str], grants: Counter[str]) -> int:

@@ -246,6 +246,8 @@ class StepPlanner:
         self._prompt_turns = PromptTurns() if config.enable_chunked_prefill else None
         self._grants: Counter[str] | None = None
         """What the prompts of each tenant may still cost in this step; None: as much as its tokens, of any tenant."""
+        self._advanced = set[str]()
+        """The tenants of which a prompt gets on in this step; kept while there are grants."""
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
@@ -266,7 +268,10 @@ class StepPlanner:
         self._grants = None
         if (self._live.are_several or self._live.num_costly) and self._prompt_turns is not None and self._has_prompts:
             heads = self._waiting.heads(None) if self._waiting else ()
-            self._grants = self._prompt_turns.deal(plan.budget, self._running, heads)
+            share = self.prompt_share if self._live.num_costly else None
+            beside_others = None if share is None else share.most_beside_others()
+            self._grants = self._prompt_turns.deal(plan.budget, self._running, heads, beside_others)
+            self._advanced.clear()
         if self._running:
             self._plan_running(plan, deferred | others)
         # A step that had to preempt admits no one: a newcomer would take the blocks that the victim has just given up.
@@ -403,6 +408,11 @@ class StepPlanner:
                     # Tokens that wrong drafts made it compute again. With 32 such requests they left a prompt less than
                     # a whole chunk in each step, for as long as these decoded.
                     room -= self._fewest_of_prompt
+                # Its tenant's grant is used up by the prompts before it, which end the sooner: twelve prompts that got
+                # one token each made a step twice as long as one prompt with twelve.
+                if self._grants is not None and self._has_had_its_turn(request):
+                    index += 1
+                    continue
                 num_new_tokens = self._chunk(request, max(1, room), plan)
                 if not num_new_tokens:
                     index += 1
@@ -449,7 +459,14 @@ class StepPlanner:
             num_tokens = self._states.whole_chunks(kv, num_tokens, most) or cut
         if self._grants is not None:
             self._grants[request.tenant] -= num_tokens * cost_per_token(request)
+            if num_tokens:
+                self._advanced.add(request.tenant)
         return num_tokens
+
+    def _has_had_its_turn(self, request: Request) -> bool:
+        """Return whether the prompts of a request's tenant get on in this step and may cost no more."""
+        assert self._grants is not None, "the caller has asked"
+        return request.tenant in self._advanced and self._grants[request.tenant] < cost_per_token(request)
 
     def _media_chunk(self, request: Request, num_tokens: int, num_missing: int, plan: StepPlan) -> int:
         """Return how many of the next ``num_tokens`` tokens have their rows and need not be computed with later ones;

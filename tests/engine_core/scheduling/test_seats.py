@@ -350,6 +350,28 @@ def test_rows_make_no_step_longer_than_others_are() -> None:
     assert step(scheduler)[0].num_scheduled_tokens == {"a1": 32 // (1 + ROW_COST)}
 
 
+def test_the_step_of_another_tenants_prompt_has_few_rows_with_log_probabilities() -> None:
+    scheduler = make_scheduler(num_blocks=200, prefill_tokens_beside_decode=32, max_num_batched_tokens=256)
+    add_prompt(scheduler, "a1", 96, prompt_logprobs=20)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 256 // (1 + ROW_COST)}, "nobody waits"
+    add_prompt(scheduler, "b1", 24)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 16 // (1 + ROW_COST), "b1": 24}
+    scheduler = make_scheduler(num_blocks=200, prefill_tokens_beside_decode=32, max_num_batched_tokens=256)
+    for name in ("a1", "b1"):
+        add_prompt(scheduler, name, 96, prompt_logprobs=20)
+    assert sum(step(scheduler)[0].num_scheduled_tokens.values()) == 256 // (1 + ROW_COST), "b's prompt is no short one"
+
+
+def test_the_first_prompt_of_a_tenant_gets_all_that_its_prompts_may_cost() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_num_batched_tokens=5 * (1 + ROW_COST) + 1)
+    for name in ("a1", "a2"):
+        add_prompt(scheduler, name, 14, prompt_logprobs=20)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 5, "a2": 1}
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 5}
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 4, "a2": 1}
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 1, "a2": 5}
+
+
 def test_prompts_delay_another_tenants_tokens_by_one_step_at_most() -> None:
     scheduler = make_scheduler(num_blocks=200, prefill_tokens_beside_decode=4, max_num_batched_tokens=64)
     add_prompt(scheduler, "b1", 2)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmarks.mesh.local_mesh import http_url, pids_by_service, with_mesh
 from tests.e2e.test_busy import HOOK
@@ -170,6 +171,36 @@ class Stalls:
         return found
 
 
+class Processors:
+    """Measures what the processes below this one compute from now on, and how long their first threads, which run their
+    event loops, wait for a processor meanwhile."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._before = self._read()
+
+    def lines(self) -> list[str]:
+        """Return a line for each process that has computed notably: shares of the time since."""
+        seconds, lines = time.monotonic() - self._began, []
+        for process, (name, computed, waited) in self._read().items():
+            _, computed_before, waited_before = self._before.get(process, ("", 0.0, 0.0))
+            share, wait = (computed - computed_before) / seconds, (waited - waited_before) / seconds
+            if share >= 0.01:
+                lines.append(f"{name:<44} {share:6.1%} of a processor; its first thread waited {wait:6.1%} for one")
+        return sorted(lines)
+
+    def _read(self) -> dict[int, tuple[str, float, float]]:
+        found = {}
+        for process in psutil.Process().children(recursive=True):
+            with suppress(OSError, psutil.Error):
+                times = process.cpu_times()
+                first = Path(f"/proc/{process.pid}/task/{process.pid}/schedstat")
+                words = " ".join(process.cmdline()).partition(" -m ")[2].split() or [process.name()]
+                name = f"{_short(words[0])} {process.pid}"
+                found[process.pid] = name, times.user + times.system, int(first.read_text().split()[1]) / 1e9
+        return found
+
+
 def _short(name: str) -> str:
     words = [word for word in name.split() if not word.startswith("-")]
     return (words[0] if words else name).removeprefix("tokenloom.").removeprefix("services.")
@@ -264,8 +295,9 @@ async def _measure(mesh: Mesh, name: str, case: Case, seconds: float, stalls: St
         await neighbour.measure(CALM_SECONDS)
         calm = neighbour.quantile(0.99)
         async with _loaded(name, http_url(mesh), answers):
-            began = time.monotonic()
+            began, processors = time.monotonic(), Processors()
             await neighbour.measure(seconds)
+            computed = processors.lines()
         allowed = MAX_RATIO * calm + full_step
         beside = neighbour.quantile(0.99)
         print(
@@ -281,6 +313,8 @@ async def _measure(mesh: Mesh, name: str, case: Case, seconds: float, stalls: St
             print(f"    {part:<60} late p99.9 {p999 * 1e3:4.0f}, at most {longest * 1e3:5.0f} ms")
             if ".loop" in part and (p999 > STALL_P999_SECONDS or longest > MAX_STALL_SECONDS):
                 wrong.append(f"{name}: {part} was late by {p999 * 1e3:.0f} ms (p99.9), {longest * 1e3:.0f} at most")
+        for line in computed:
+            print(f"    {line}")
         for service, pids in pids_by_service(mesh).items():
             for pid in pids:
                 print(f"    {service:<20} {_resident(pid):5.0f} MiB")

@@ -93,7 +93,7 @@ def scale(
     After the group has shrunk, the ranks beyond SIZE have no requests and may be stopped.
     """
     # Here, because they take gRPC, which the help does not need.
-    from .scaling import Target, scale_engines, scale_group
+    from .coordinator import Target, scale_engines, scale_group
 
     if size is None and not group.isdecimal():
         raise typer.BadParameter("name the number of engines, or a group and its size", param_hint="SIZE")

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from tokenloom.cli.failures import CommandFailed
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import scaling
+from tokenloom.cli.mesh import coordinator
 from tokenloom.cli.mesh.coordinator import report
 from tokenloom.supervisor.control import Resized
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport
@@ -71,7 +71,7 @@ def test_ranks_that_were_started_are_stopped_if_the_group_does_not_grow(
         "_resize": resize,
         "run": run,
     }.items():
-        monkeypatch.setattr(scaling, name, fake)
+        monkeypatch.setattr(coordinator, name, fake)
     with pytest.raises(type(error)):
-        scaling.scale_group(scaling.Target(None, None, None), "data-parallel", 3, None)
+        coordinator.scale_group(coordinator.Target(None, None, None), "data-parallel", 3, None)
     assert sizes == [3, 2]

@@ -26,7 +26,7 @@ from .kv_transfer.kv_connector import StepTransfers, take_updates
 from .scheduling.adapters import Adapters
 from .scheduling.media_rows import RowStore
 from .scheduling.scheduler import Scheduler
-from .scheduling.step_reports import IterationLog, StepTraces, as_observer, dump_failed_step
+from .scheduling.step_reports import IterationLog, StepBill, StepTraces, as_observer, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 
 
@@ -129,7 +129,9 @@ class EngineCore:
         self._traces = StepTraces(self.scheduler.requests, clock) if config.observability.trace_steps else None
         if self._traces is not None:  # in its place, so that a core without traces makes no further call
             self.scheduler.schedule = self._traces.timed(self.scheduler.schedule)  # type: ignore[method-assign]
-        self._observer = as_observer(IterationLog() if config.observability.log_iterations else None, self._traces)
+        self._bill = StepBill(self.scheduler.requests) if config.observability.bill else None
+        iterations = IterationLog() if config.observability.log_iterations else None
+        self._observer = as_observer(iterations, self._traces, self._bill)
         self._expert_loads: ExpertLoads | None = None
         self.num_steps = 0
         self.num_begun = 0
@@ -161,6 +163,8 @@ class EngineCore:
             self.scheduler.add_request(request)
         if request.is_traced and self._traces is not None:
             self._traces.add(request.request_id)
+        if self._bill is not None:
+            self._bill.add(request.request_id, request.tenant)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; ids that are not live are ignored."""
@@ -369,6 +373,7 @@ class EngineCore:
             expert_loads=self._expert_loads,
             rows_wanted=media.take_wanted() if media is not None and media.wanted else [],
             step_spans=self._traces.take_ended(outputs) if self._traces is not None else {},
+            cpu_ns=self._bill.report(outputs) if self._bill is not None else {},
         )
 
     def _abort(self, request_ids: Iterable[str]) -> None:

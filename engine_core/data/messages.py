@@ -328,6 +328,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """With ``finish_reason``: output tokens that the request had at each preemption, the first ones of many."""
     is_kept: bool = False
     """A running request that was lent is not any more: it goes on here."""
+    cpu_ns: int = 0
+    """CPU time of the core's processes for the request so far; 0 unless the core bills it."""
 
 
 PREEMPTED_OUTCOMES = ("kept", "loaded", "computed")
@@ -467,3 +469,6 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Rows of images that requests wait for; each is asked for once by each of them."""
     step_spans: dict[str, list[StepSpan]] = {}
     """Of requests that ended and are traced: steps that computed them, by their ids."""
+    cpu_ns: dict[str, int] = {}
+    """CPU time of the core's processes so far, by tenant, if the core bills it: from time to time, and when no request
+    is left. What no tenant has caused is that of ``OVERHEAD``."""

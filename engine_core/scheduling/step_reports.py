@@ -1,4 +1,5 @@
-"""Reports steps to operators: a log line for each one, a dump of one that failed, and the steps of traced requests."""
+"""Reports steps to operators: a log line for each one, a dump of one that failed, the steps of traced requests, and the
+CPU time of requests and tenants."""
 
 import logging
 import time
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+
+from tokenloom.process.cpu_bill import MAX_TENANTS, OTHER, OVERHEAD, ProcessCpu
 
 from ..data.config import ObservabilityConfig
 from ..data.messages import EngineCoreOutput, SchedulerStats, StepSpan
@@ -194,6 +197,120 @@ class _Thinned:
             if self._count % self._every == 0:
                 self.spans.append(span)
         self._count += 1
+
+
+_LEARNED = 0.1
+"""How much the newest step counts in what a row, or a token, costs."""
+_PROMPT_TOKENS = 8
+"""A step of so many tokens for each of its requests shows what a token costs."""
+_TOTALS_NS = 500_000_000
+_MOST_ENDED = 1000
+
+
+class StepBill:
+    """Shares the CPU time of the core's processes out to the requests of each step. It exists with ``--bill`` only.
+
+    A request pays for a row of the step, and for the tokens that it computes in it: what both cost follows from steps
+    that decode only, and from those of prompts. Everything is in nanoseconds, and nothing is lost in rounding.
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[str, Request],
+        read_cpu: Callable[[], int] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``requests``: the live ones. ``read_cpu``: returns the CPU time of the core's processes so far; None: as the
+        system has counted it. ``clock`` paces what :meth:`report` returns."""
+        self._requests = requests
+        self._read_cpu = read_cpu or ProcessCpu().read
+        self._clock = clock
+        # By request. Those that have ended stay for a while, because a step in flight may still compute a row for them.
+        self._spent: dict[str, int] = {}  # bounded, see :meth:`add`
+        self._tenants: dict[str, str] = {}  # of these requests
+        self._ended: dict[str, int] = {OVERHEAD: 0}  # by tenant
+        self._cpu_ns = self._pool_ns = 0
+        self._last: Mapping[str, int] = {}  # the tokens of the step that has ended last
+        self._num_begun = 0  # and not ended
+        self._of_row = self._of_token = 1.0
+        self._sent_ns = 0
+
+    def add(self, request_id: str, tenant: str) -> None:
+        """Begin to bill a request that was added, or an input of a session."""
+        if len(self._spent) > 2 * len(self._requests) + _MOST_ENDED:
+            for gone in self._spent.keys() - self._requests.keys():
+                _add(self._ended, self._tenants.pop(gone), self._spent.pop(gone))
+        if request_id not in self._spent:
+            self._spent[request_id] = 0
+            self._tenants[request_id] = tenant
+
+    def begin(self) -> None:
+        if not self._num_begun:  # the core had nothing to compute
+            self._collect()
+            self._ended[OVERHEAD] += self._pool_ns
+            self._pool_ns = 0
+        self._num_begun += 1
+
+    def end(self, step: int, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        self._num_begun -= 1
+        self._collect()
+        self._last = scheduled.num_scheduled_tokens
+        num_rows, num_tokens = len(self._last), scheduled.total_num_scheduled_tokens
+        if num_tokens == num_rows:
+            self._of_row += _LEARNED * (self._pool_ns / num_rows - self._of_row)
+        elif num_tokens >= _PROMPT_TOKENS * num_rows:
+            self._of_token += _LEARNED * (max(self._pool_ns / num_tokens, 1.0) - self._of_token)
+        self._share_out()
+
+    def abandon(self) -> None:
+        self._num_begun = 0
+
+    def report(self, outputs: Iterable[EngineCoreOutput]) -> dict[str, int]:
+        """Write what requests have cost so far into their outputs. Returns what each tenant has, :data:`OVERHEAD`
+        included: every half second, and when no request is left; otherwise nothing."""
+        is_idle, now = not self._requests, self._clock()
+        if is_idle and self._last:  # what was done with the results of the last step
+            self._collect()
+            self._share_out()
+        spent = self._spent
+        for output in outputs:
+            if output.request_id in spent:
+                output.cpu_ns = spent[output.request_id]
+        if not is_idle and now - self._sent_ns < _TOTALS_NS:
+            return {}
+        self._sent_ns = now
+        return self._totals()
+
+    def _totals(self) -> dict[str, int]:
+        totals = dict(self._ended)
+        for request_id, nanoseconds in self._spent.items():
+            _add(totals, self._tenants[request_id], nanoseconds)
+        return totals
+
+    def _collect(self) -> None:
+        before, self._cpu_ns = self._cpu_ns, self._read_cpu()
+        self._pool_ns += self._cpu_ns - before
+
+    def _share_out(self) -> None:
+        """Charge the requests of the last step for what was read and not shared out yet."""
+        scheduled, spent = self._last, self._spent
+        num_rows, num_tokens = len(scheduled), sum(scheduled.values())
+        # In steps that decode only, a row and its token cost what a row costs here.
+        row = max(self._of_row - self._of_token, 0.0)
+        price = self._pool_ns / (row * num_rows + self._of_token * num_tokens)
+        of_row, of_token = int(price * row), int(price * self._of_token)
+        self._pool_ns -= of_row * num_rows + of_token * num_tokens
+        for request_id, count in scheduled.items():  # without a call: this runs for each row of each step
+            if request_id in spent:
+                spent[request_id] += of_row + of_token * count
+            else:  # it has ended long ago
+                self._ended[OVERHEAD] += of_row + of_token * count
+
+
+def _add(totals: dict[str, int], tenant: str, nanoseconds: int) -> None:
+    if tenant not in totals and len(totals) > MAX_TENANTS:
+        tenant = OTHER
+    totals[tenant] = totals.get(tenant, 0) + nanoseconds
 
 
 def dump_failed_step(

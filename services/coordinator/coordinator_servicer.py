@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -51,6 +51,9 @@ from .picks.placed import Placed
 from .report_interval import ReportPace
 
 log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Reports: TypeAlias = AsyncIterator[EngineReport]
@@ -119,6 +122,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
     Attributes:
         has_many: Set once :data:`NATIVE_ENGINES` have been joined at one moment.
+        bill: Shares the CPU time of this process out by picks; None without ``--bill``.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._replicas = EnrolledReplicas()
         self._groups = DataParallelGroups()
         self.has_many = asyncio.Event()
+        self.bill: CpuBill | None = None
         self._complete = asyncio.Event()
         self._progress = asyncio.Event()  # set, and replaced, when an engine is further with the wanted state
         self._sent_revision = 0  # the one that all engines were sent
@@ -310,6 +315,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._replicas.close()
 
     def _pick(self, request: PickRequest) -> Placed:
+        if self.bill is not None:
+            self.bill.add(request.tenant, 1)
         try:
             placed = self._registry.pick(request)
         except TokenloomError as error:

@@ -169,6 +169,7 @@ class CoordinatorService:
         self.servicer = CoordinatorServicer(
             registry, self._settings.instance_id, host.epoch, PickMetrics(host.metrics), caches, host.clock.seconds
         )
+        self.servicer.bill = host.bill
         host.add_servicer(add_to_server, self.servicer)
         host.spawn(clock.run(), name="clock")
         host.spawn(place_natively(registry, self.servicer.has_many, host.fall_backs), name="native placement")

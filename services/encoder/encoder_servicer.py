@@ -6,13 +6,13 @@ import hashlib
 import math
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc.aio
 from prometheus_client import CollectorRegistry, Gauge
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.services.runtime.fair_stage import BilledStage, FairStage
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 from tokenloom.v1.encoder_pb2 import (
@@ -38,6 +38,9 @@ from .media_store import FileOwner, MediaStore, Pin
 from .row_cache import RowCache
 from .row_maker import Rows
 from .sound_files import SoundFiles
+
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -115,16 +118,19 @@ class EncoderServicer(EncoderServicerBase):
     def __init__(
         self, files: MediaStore[Any], cache: RowCache, maker: Maker, info: GetEncoderInfoResponse,
         metrics: EncoderMetrics, reader: SizeReader | SoundFiles, fetcher: MediaFetcher | None = None,
+        bill: "CpuBill | None" = None,
     ) -> None:  # fmt: skip
         """``info``: what the encoder says of itself. ``reader``: takes sounds, or reads sizes of images, as the model
-        reads them. ``fetcher``: None: no URL is fetched."""
+        reads them. ``fetcher``: None: no URL is fetched. ``bill``: shares CPU time out by the rows that are computed;
+        None without ``--bill``."""
         self._files, self._cache, self._maker, self._metrics = files, cache, maker, metrics
         self._info = info
         self._reader, self._fetcher = reader, fetcher
         size = info.max_file_bytes
         self._headers = FairStage(1, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
         self._fetches = FairStage(MAX_FETCHES, "files to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING)
-        self._turns = FairStage(
+        stage = FairStage if bill is None else partial(BilledStage, bill, 0)
+        self._turns = stage(
             maker.num_places, "images or sounds", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_ROWS, leaves_spare=True
         )
         self.num_calls = 0

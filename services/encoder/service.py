@@ -82,7 +82,7 @@ class EncoderService:
         if isinstance(preparer, SoundDecoders):
             self._describe_sounds(info, preparer)
         info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, IMAGE_FILES)))
-        self._servicer = EncoderServicer(files, cache, maker, info, metrics, reader, fetcher)
+        self._servicer = EncoderServicer(files, cache, maker, info, metrics, reader, fetcher, host.bill)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)
         await self._join(host, info)
 

@@ -116,6 +116,7 @@ class OutputProcessorService:
             clock=host.clock.nanoseconds,
         )
         requests.recorder = recorder
+        requests.bill = host.bill
         self._draining.push_async_callback(_drain, streams, requests, settings.drain)
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
         host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, streams, vocabulary))

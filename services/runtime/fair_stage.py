@@ -5,9 +5,14 @@ One request may cost a thousand times as much as another one, so turns in the or
 
 import asyncio
 from collections import Counter, deque
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
 
 from tokenloom.request import errors
 from tokenloom.request.limits import TenantTurns
+
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuAccount, CpuBill
 
 
 class FairStage(TenantTurns):
@@ -122,3 +127,29 @@ class FairStage(TenantTurns):
         if not queue:
             del self._waiting[tenant]
             self.forget(self._waiting)
+
+
+TURN_CPU_NS: Final[ContextVar[int]] = ContextVar("TURN_CPU_NS", default=0)
+"""CPU time of the last turn of this task at a stage that bills its turns."""
+
+
+class BilledStage(FairStage):
+    """A stage that bills the turns of each tenant by their costs, while they last. A task has one turn at a time."""
+
+    def __init__(self, bill: "CpuBill", turn_cost: int, *args: Any, **limits: Any) -> None:
+        """``turn_cost``: what a turn takes of the processor whatever its own cost is, in the same unit. ``args``,
+        ``limits``: as of :class:`FairStage`."""
+        super().__init__(*args, **limits)
+        self._bill = bill
+        self._turn_cost = turn_cost
+        self._accounts: dict[asyncio.Task[Any] | None, CpuAccount] = {}  # of turns that have begun
+
+    async def begin(self, tenant: str, cost: int) -> None:
+        await super().begin(tenant, cost)
+        self._accounts[asyncio.current_task()] = self._bill.open(tenant, lambda: cost + self._turn_cost)
+
+    def end(self, tenant: str, cost: int) -> None:
+        # Without an account the turn has begun in the moment in which its task was cancelled: nothing was done in it.
+        if (account := self._accounts.pop(asyncio.current_task(), None)) is not None:
+            TURN_CPU_NS.set(account.close())
+        super().end(tenant, cost)

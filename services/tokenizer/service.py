@@ -65,7 +65,7 @@ class TokenizerService:
             )
             await self._renderer.start()
             answer.tool_format_json = output_format.described(self._renderer.tool_format, tokenizer)
-        metrics = TokenizerMetrics(host.metrics)
+        metrics = TokenizerMetrics(host.metrics, host.bill)
         room = settings.chunk_cache_bytes
         long_texts = LongTexts(encoder, self._processes, metrics.cached_tokens, room)
         self._servicer = TokenizerServicer(

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from tokenloom.request import errors
 from tokenloom.request.packed_ids import num_ids
-from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.services.runtime.fair_stage import TURN_CPU_NS, BilledStage, FairStage
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 from tokenloom.v1 import types_pb2
@@ -45,11 +45,15 @@ from .renderer import Renderer
 from .spelled_tokens import Rendered
 
 if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
+
     from .media.media_reader import MediaReader
     from .media.transcript_prompts import TranscriptPrompts
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
+_CALL_BYTES = 4000
+"""So many bytes of a text cost this process as much as a call: 0.7 ms, with the chat template."""
 MAX_WAITING = 1024
 """Short calls that wait; more are refused with an error that invites a retry."""
 MAX_LONG_WAITING = 256
@@ -59,9 +63,14 @@ that it encodes."""
 
 
 class TokenizerMetrics:
-    """Counts tokens, and measures the calls that were answered, by method."""
+    """Counts tokens, and measures the calls that were answered, by method.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Attributes:
+        bill: Shares the CPU time of this process out to calls; None without ``--bill``.
+    """
+
+    def __init__(self, registry: CollectorRegistry, bill: "CpuBill | None" = None) -> None:
+        self.bill = bill
         name = "tokenloom_tokenizer_"
         self.tokens = Counter(registry, name + "tokens", "Tokens that encoding made or that were decoded.", {})
         self.cached_tokens = Counter(
@@ -107,12 +116,18 @@ class TokenizerServicer(TokenizerServicerBase):
         # Of its own: behind two texts of 4 MB, which take 50 ms there, a short one waited. And only one, because each
         # thread that computes lets the event loop wait for the interpreter's lock.
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="long-text")
-        self._short = FairStage(
+        stage = FairStage if metrics.bill is None else partial(BilledStage, metrics.bill, _CALL_BYTES)
+        self._short = stage(
             num_threads, "texts", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * SHORT_BYTES, leaves_spare=True
         )
-        self._long = FairStage(
+        self._long = stage(
             num_threads, "long texts", max_waiting=MAX_LONG_WAITING, max_cost=MAX_LONG_BYTES, leaves_spare=True
         )
+
+    @property
+    def bills(self) -> bool:
+        """Whether responses say what their calls have cost."""
+        return self._metrics.bill is not None
 
     async def Encode(  # type: ignore[override]
         self, request: EncodeRequest, context: _Context
@@ -252,14 +267,15 @@ class _Sending:
     """Adds a servicer to a server. Its responses may be bytes, which are sent as they are: the process that encodes a
     long text, or a thread, has made them."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, *, says_cost: bool) -> None:
         self._server = server
+        self._says_cost = says_cost
 
     def add_registered_method_handlers(
         self, service: str, handlers: "dict[str, grpc.RpcMethodHandler[Any, Any]]"
     ) -> None:
         """Called by generated code."""
-        sending = {name: _sent_as_it_is(handler) for name, handler in handlers.items()}
+        sending = {name: _sent_as_it_is(handler, says_cost=self._says_cost) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, sending)
 
     def add_generic_rpc_handlers(self, _: object) -> None:
@@ -268,18 +284,24 @@ class _Sending:
 
 def add_servicer(servicer: TokenizerServicer, server: Any) -> None:
     """Add the servicer, as generated code does."""
-    sending: Any = _Sending(server)
+    sending: Any = _Sending(server, says_cost=servicer.bills)
     add_TokenizerServicer_to_server(servicer, sending)
 
 
-def _sent_as_it_is(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
+def _sent_as_it_is(handler: "grpc.RpcMethodHandler[Any, Any]", *, says_cost: bool) -> "grpc.RpcMethodHandler[Any, Any]":
     serialize: Any = handler.response_serializer
     behaviour: Any = handler.unary_unary
 
     def send(response: Any) -> bytes:
         return response if type(response) is bytes else serialize(response)
 
-    return grpc.unary_unary_rpc_method_handler(behaviour, handler.request_deserializer, send)
+    async def answer(request: Any, context: _Context) -> bytes:
+        data = send(await behaviour(request, context))
+        # All responses of calls that take turns have this field under the same number.
+        return data + EncodeResponse(cpu_ns=spent).SerializeToString() if (spent := TURN_CPU_NS.get()) else data
+
+    method = answer if says_cost else behaviour
+    return grpc.unary_unary_rpc_method_handler(method, handler.request_deserializer, send)
 
 
 def _is_one_text(request: EncodeRequest) -> bool:

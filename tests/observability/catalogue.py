@@ -170,6 +170,9 @@ A gateway with `--batch-dir` also shows `tokenloom_batches` (label `status`), `t
 `outcome`), `tokenloom_batch_lines_in_flight`, `tokenloom_batch_lines_postponed_total` and
 `tokenloom_stored_file_bytes`; [batches](../use/batches.md#metrics) explains them.
 
+With `--bill` every part also shows `tokenloom_bill_cpu_seconds_total` (labels `part`, `tenant`): the CPU time of its
+processes, shared out to tenants; [operations](../operate/operations.md#what-a-request-costs) explains it.
+
 This page is written by `make metrics-docs` from a running mesh; a test keeps it current. `make metrics-check` has
 promtool look at every page and at the rules in `observability/`."""
 

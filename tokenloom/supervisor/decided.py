@@ -3,7 +3,7 @@
 from tokenloom.services.runtime.host.options import options_of, variable
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
-COMMON = ("log_level", "log_format", "otlp_endpoint", "insecure")
+COMMON = ("log_level", "log_format", "otlp_endpoint", "bill", "insecure")
 """Options that every service has, and that mean the same for all of them."""
 DEALT = ("plugins",)
 """Options that every service has, and of whose values each gets those that are for it."""

@@ -176,7 +176,7 @@ class EngineFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., step: _Optional[int] = ..., slot: _Optional[_Iterable[int]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., kv_granted: _Optional[_Iterable[_Union[KVGrant, _Mapping]]] = ..., paused: _Optional[bool] = ..., pooled: _Optional[_Iterable[_Union[_types_pb2.Pooled, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("slot", "reason", "num_output_tokens", "stop_token_id", "cached_tokens", "kv", "error", "queued_ns", "kv_wait_ns", "prefill_ns", "drafts", "routed_experts", "preempted_at")
+    __slots__ = ("slot", "reason", "num_output_tokens", "stop_token_id", "cached_tokens", "kv", "error", "queued_ns", "kv_wait_ns", "prefill_ns", "drafts", "routed_experts", "preempted_at", "cpu_ns")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class Finished(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    CPU_NS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     reason: _types_pb2.FinishReason
     num_output_tokens: int
@@ -203,7 +204,8 @@ class Finished(_message.Message):
     drafts: _types_pb2.DraftCounts
     routed_experts: _types_pb2.RoutedExperts
     preempted_at: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., num_output_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., queued_ns: _Optional[int] = ..., kv_wait_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., preempted_at: _Optional[_Iterable[int]] = ...) -> None: ...
+    cpu_ns: int
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., num_output_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., queued_ns: _Optional[int] = ..., kv_wait_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., preempted_at: _Optional[_Iterable[int]] = ..., cpu_ns: _Optional[int] = ...) -> None: ...
 
 class SlotLogprobs(_message.Message):
     __slots__ = ("slot", "prompt", "token_index", "logprobs")

@@ -323,7 +323,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., function: _Optional[_Union[FunctionCall, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cache_miss", "cache_write_tokens", "audio_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cache_miss", "cache_write_tokens", "audio_tokens", "cpu_ns")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +331,7 @@ class Usage(_message.Message):
     CACHE_MISS_FIELD_NUMBER: _ClassVar[int]
     CACHE_WRITE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AUDIO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CPU_NS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -338,7 +339,8 @@ class Usage(_message.Message):
     cache_miss: CacheMiss
     cache_write_tokens: int
     audio_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cache_miss: _Optional[_Union[CacheMiss, _Mapping]] = ..., cache_write_tokens: _Optional[int] = ..., audio_tokens: _Optional[int] = ...) -> None: ...
+    cpu_ns: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cache_miss: _Optional[_Union[CacheMiss, _Mapping]] = ..., cache_write_tokens: _Optional[int] = ..., audio_tokens: _Optional[int] = ..., cpu_ns: _Optional[int] = ...) -> None: ...
 
 class CacheMiss(_message.Message):
     __slots__ = ("cause", "token", "missed_tokens")

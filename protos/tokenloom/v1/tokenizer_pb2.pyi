@@ -66,10 +66,12 @@ class EncodeRequest(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ..., add_special_tokens: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., second_texts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., keep_first: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., tenant: _Optional[str] = ..., takes_packed_ids: _Optional[bool] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
-    __slots__ = ("prompts",)
+    __slots__ = ("prompts", "cpu_ns")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    CPU_NS_FIELD_NUMBER: _ClassVar[int]
     prompts: _containers.RepeatedCompositeFieldContainer[TokenizedPrompt]
-    def __init__(self, prompts: _Optional[_Iterable[_Union[TokenizedPrompt, _Mapping]]] = ...) -> None: ...
+    cpu_ns: int
+    def __init__(self, prompts: _Optional[_Iterable[_Union[TokenizedPrompt, _Mapping]]] = ..., cpu_ns: _Optional[int] = ...) -> None: ...
 
 class EncodeChatRequest(_message.Message):
     __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "add_generation_prompt", "want_hashes", "cache_salt", "want_token_strings", "continue_final_message", "tenant", "takes_packed_ids", "media", "token_ids")
@@ -118,10 +120,12 @@ class MediaSize(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., kind: _Optional[_Union[_types_pb2.MediaKind, str]] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., samples: _Optional[int] = ..., options_json: _Optional[bytes] = ..., encoder: _Optional[str] = ...) -> None: ...
 
 class EncodeChatResponse(_message.Message):
-    __slots__ = ("prompt",)
+    __slots__ = ("prompt", "cpu_ns")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CPU_NS_FIELD_NUMBER: _ClassVar[int]
     prompt: TokenizedPrompt
-    def __init__(self, prompt: _Optional[_Union[TokenizedPrompt, _Mapping]] = ...) -> None: ...
+    cpu_ns: int
+    def __init__(self, prompt: _Optional[_Union[TokenizedPrompt, _Mapping]] = ..., cpu_ns: _Optional[int] = ...) -> None: ...
 
 class EncodeTranscriptRequest(_message.Message):
     __slots__ = ("language", "task", "with_timestamps", "previous_text", "sound", "start", "samples", "cache_salt", "tenant")
@@ -146,10 +150,12 @@ class EncodeTranscriptRequest(_message.Message):
     def __init__(self, language: _Optional[str] = ..., task: _Optional[_Union[TranscriptTask, str]] = ..., with_timestamps: _Optional[bool] = ..., previous_text: _Optional[str] = ..., sound: _Optional[_Union[MediaSize, _Mapping]] = ..., start: _Optional[int] = ..., samples: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class EncodeTranscriptResponse(_message.Message):
-    __slots__ = ("prompt",)
+    __slots__ = ("prompt", "cpu_ns")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CPU_NS_FIELD_NUMBER: _ClassVar[int]
     prompt: TokenizedPrompt
-    def __init__(self, prompt: _Optional[_Union[TokenizedPrompt, _Mapping]] = ...) -> None: ...
+    cpu_ns: int
+    def __init__(self, prompt: _Optional[_Union[TokenizedPrompt, _Mapping]] = ..., cpu_ns: _Optional[int] = ...) -> None: ...
 
 class TranscriptTraits(_message.Message):
     __slots__ = ("sampling_rate", "piece_samples", "frame_samples", "timestamp_samples", "languages", "first_timestamp_id", "no_timestamps_id", "max_initial_timestamp", "no_speech_id", "suppressed_ids", "begin_suppressed_ids", "first_special_id")
@@ -200,10 +206,12 @@ class DecodeRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "cpu_ns")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    CPU_NS_FIELD_NUMBER: _ClassVar[int]
     text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
+    cpu_ns: int
+    def __init__(self, text: _Optional[str] = ..., cpu_ns: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerInfoRequest(_message.Message):
     __slots__ = ()

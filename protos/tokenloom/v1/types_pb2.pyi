@@ -406,7 +406,7 @@ class DraftCounts(_message.Message):
     def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("placement_ns", "queued_ns", "prefill_ns", "kv_transfer_ns", "decode_ns", "detokenize_ns", "prefill_engine", "decode_engine", "tokenize_ns", "drafts", "past_tokens", "kv_elsewhere", "mixed_numerics", "kv_from_store", "moves")
+    __slots__ = ("placement_ns", "queued_ns", "prefill_ns", "kv_transfer_ns", "decode_ns", "detokenize_ns", "prefill_engine", "decode_engine", "tokenize_ns", "drafts", "past_tokens", "kv_elsewhere", "mixed_numerics", "kv_from_store", "moves", "cpu")
     PLACEMENT_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
@@ -422,6 +422,7 @@ class Timeline(_message.Message):
     MIXED_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     KV_FROM_STORE_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    CPU_FIELD_NUMBER: _ClassVar[int]
     placement_ns: int
     queued_ns: int
     prefill_ns: int
@@ -437,7 +438,20 @@ class Timeline(_message.Message):
     mixed_numerics: bool
     kv_from_store: bool
     moves: int
-    def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., past_tokens: _Optional[int] = ..., kv_elsewhere: _Optional[bool] = ..., mixed_numerics: _Optional[bool] = ..., kv_from_store: _Optional[bool] = ..., moves: _Optional[int] = ...) -> None: ...
+    cpu: CpuTimes
+    def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., past_tokens: _Optional[int] = ..., kv_elsewhere: _Optional[bool] = ..., mixed_numerics: _Optional[bool] = ..., kv_from_store: _Optional[bool] = ..., moves: _Optional[int] = ..., cpu: _Optional[_Union[CpuTimes, _Mapping]] = ...) -> None: ...
+
+class CpuTimes(_message.Message):
+    __slots__ = ("gateway_ns", "tokenizer_ns", "output_processor_ns", "engine_ns")
+    GATEWAY_NS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_NS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_PROCESSOR_NS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_NS_FIELD_NUMBER: _ClassVar[int]
+    gateway_ns: int
+    tokenizer_ns: int
+    output_processor_ns: int
+    engine_ns: int
+    def __init__(self, gateway_ns: _Optional[int] = ..., tokenizer_ns: _Optional[int] = ..., output_processor_ns: _Optional[int] = ..., engine_ns: _Optional[int] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
     __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_images_per_prompt", "max_media_rows", "cross_media_rows", "max_sounds_per_prompt", "argument_schemas")

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient
 from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError, UtilityError
@@ -19,6 +19,9 @@ from ..records.engine_metrics import EngineMetrics
 from ..records.kv_event_feed import KVEventFeed
 from ..records.load import LoadTracker
 from .row_loads import RowLoads
+
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ class CoreLink:
         kv_events: Receives the events of the prefix cache; None if they are not published.
         clock: Returns the seconds by which the times of attempts are measured.
         rows: Loads the rows that the core asks for; None if the model reads text only.
+        bill: Shares the CPU time of the front out to attempts; None without ``--bill``.
+        core_cpu_ns: CPU time of the core's processes by tenant, as the core has last said it; empty without ``--bill``.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class CoreLink:
         self._tracer = tracer
         self.clock = clock
         self.rows: RowLoads | None = None
+        self.bill: CpuBill | None = None
+        self.core_cpu_ns: Mapping[str, int] = {}
         self._load = load
         self._live: dict[str, tuple[Attempt, StreamAttempts]] = {}
         self._aborts: list[str] = []  # keys to abort in the core; bounded by the live requests
@@ -100,6 +107,8 @@ class CoreLink:
             # Asking the core for the next output before the frames were written delayed each token by up to 0.1 ms.
             await asyncio.sleep(0)  # lets the streams write their frames first
             self.metrics.observe_step(outputs)
+            if outputs.cpu_ns:
+                self.core_cpu_ns = outputs.cpu_ns
             if outputs.kv_events and self.kv_events is not None:
                 self.kv_events.publish(outputs.kv_events)
 

@@ -52,6 +52,7 @@ async def start_core(
     """
     if isinstance(client, AsyncMPClient):
         process_metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
+        host.billed_apart = lambda: client.pid
     measures_logits = settings.engine.worker.logits_metrics_interval > 0
     speculative = settings.engine.speculative
     metrics = EngineMetrics(host.metrics, name, settings.instance_id, logits=measures_logits, speculative=speculative)
@@ -86,6 +87,9 @@ async def start_core(
         tracer=host.tracer,
         clock=host.clock.seconds,
     )
+    core.bill = host.bill
+    if host.bill is not None:
+        host.bills.show("engine_core", lambda: core.core_cpu_ns)
     if ready.media is not None:
         row_metrics = RowMetrics(host.metrics, metrics.labels, lambda: metrics.stats)
         core.rows = RowLoads(core, host.channels, ready.hidden_size, row_metrics)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.engine_core.data.embedding_rows import RowsKey
@@ -19,7 +20,13 @@ from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Headers, Span, Tracer
 from tokenloom.v1 import types_pb2
 
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuAccount
+
 log = logging.getLogger(__name__)
+
+ATTEMPT_TOKENS: Final = 20
+"""So many tokens cost the front as much as the begin and the end of an attempt: 0.2 ms, and 8 µs for each token."""
 
 
 @dataclass(slots=True)
@@ -113,6 +120,8 @@ class Attempt:
         finish_reason: None while the attempt is live.
         media: Its images and sounds; None if it has none.
         steps: Steps that computed it, if it is traced and has ended.
+        account: Bills what it costs this process; None without ``--bill``.
+        core_cpu_ns: What it has cost the core's processes so far, if that is billed.
     """
 
     slot: int
@@ -130,9 +139,23 @@ class Attempt:
     finish_reason: FinishReason | None = None
     media: AttemptMedia | None = None
     steps: Sequence[StepSpan] = ()
+    account: "CpuAccount | None" = None
+    core_cpu_ns: int = 0
+
+    def work(self) -> int:
+        """Return what the front has done for it, in tokens that it passed on."""
+        return ATTEMPT_TOKENS + self.tokens.output - self.tokens.accepted
+
+    def settle(self) -> int:
+        """Return the CPU time that it took of all processes of the engine, in nanoseconds. It is charged for nothing
+        that follows."""
+        assert self.account is not None, "it is billed"
+        return self.account.close() + self.core_cpu_ns
 
     def ended(self) -> None:
         """Cancel the deadline and call ``on_end``, when the attempt has ended."""
+        if self.account is not None:
+            self.account.close()
         if self.deadline is not None:
             self.deadline.cancel()
         if self.kv.on_end is not None:

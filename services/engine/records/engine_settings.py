@@ -223,7 +223,7 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
             tls = TLSFiles(str(files.ca), str(files.cert), str(files.key), dns_name(self.service))
             kv = replace(kv, socket_tls=tls)
         template = read_chat_template(self.chat_template, self.plugins) if self.chat_template else None
-        observability = replace(self.engine.observability, trace_steps=bool(self.otlp_endpoint))
+        observability = replace(self.engine.observability, trace_steps=bool(self.otlp_endpoint), bill=self.bill)
         config = replace(self.engine, kv=kv, observability=observability, plugins=self.plugins)
         return for_checkpoint(config, checkpoint, template)
 

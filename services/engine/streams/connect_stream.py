@@ -173,6 +173,8 @@ class Attempts:
         if output.prefill_stats is not None:
             attempt.times.prefill = output.prefill_stats
         attempt.kv.wait_ns += output.kv_wait_ns
+        if output.cpu_ns:
+            attempt.core_cpu_ns = output.cpu_ns
         if output.finish_reason is FinishReason.ERROR:
             self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
@@ -256,6 +258,7 @@ class Attempts:
                 drafts=drafts,
                 routed_experts=routed_message(attempt.routed) if attempt.routed else None,
                 preempted_at=preempted_at,
+                cpu_ns=0 if attempt.account is None else attempt.settle(),
             )
         )
         return attempt
@@ -408,6 +411,8 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
             seconds = add.timeout.ToNanoseconds() / 1e9
             # Deadlines are kept here, so that the core needs no clock: a step is short compared with any deadline.
             attempt.deadline = self._loop.call_later(seconds, self._expire, add.slot)
+        if self._core.bill is not None:
+            attempt.account = self._core.bill.open(add.tenant, attempt.work)
         self._core.open(attempt, self._attempts)
         if add.HasField("kv_source") and self._kv is not None:
             self._kv.loads.begin(attempt, add.kv_source)

@@ -68,6 +68,8 @@ def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
         cached |= cache_miss(usage)
     if usage.cache_write_tokens:
         cached["cache_write_tokens"] = usage.cache_write_tokens
+    if usage.cpu_ns:
+        details["cpu_ms"] = _milliseconds(usage.cpu_ns)
     if usage.audio_tokens:
         cached["audio_tokens"] = usage.audio_tokens
     return {
@@ -93,14 +95,23 @@ def cache_miss(usage: inference_pb2.Usage) -> dict[str, object]:
     return {"cache_miss": members}
 
 
+_BILLED_PARTS = ("gateway", "tokenizer", "output_processor", "engine")
+
+
+def _milliseconds(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e6, 3)
+
+
 def timeline_object(timeline: types_pb2.Timeline, total_ns: int) -> dict[str, object]:
     """Return the milliseconds spent in each part, the engines that did the work, and the drafts that they verified."""
     parts = ("tokenize", "placement", "queued", "prefill", "kv_transfer", "decode", "detokenize")
-    times: dict[str, object] = {f"{part}_ms": round(getattr(timeline, f"{part}_ns") / 1e6, 3) for part in parts}
-    times["total_ms"] = round(total_ns / 1e6, 3)
+    times: dict[str, object] = {f"{part}_ms": _milliseconds(getattr(timeline, f"{part}_ns")) for part in parts}
+    times["total_ms"] = _milliseconds(total_ns)
     times |= {"prefill_engine": timeline.prefill_engine, "decode_engine": timeline.decode_engine}
     if timeline.moves:
         times["moves"] = timeline.moves
+    if timeline.HasField("cpu"):
+        times["cpu_ms"] = {part: _milliseconds(getattr(timeline.cpu, f"{part}_ns")) for part in _BILLED_PARTS}
     if timeline.past_tokens:
         times["session_kv"] = "store" if timeline.kv_from_store else "elsewhere" if timeline.kv_elsewhere else "home"
     if timeline.HasField("drafts"):

@@ -105,11 +105,13 @@ class _Origin:
     Attributes:
         numerics: Of the first step. A search that has begun goes on where engines compute so, as any other answer.
         is_mixed: Engines of different numerics have computed steps.
+        cpu: What the steps have cost; None where nothing is billed, and once an output says it.
     """
 
     weights_version: str = ""
     numerics: str = ""
     is_mixed: bool = False
+    cpu: types_pb2.CpuTimes | None = None
 
     def note(self, finished: output_processor_pb2.RequestFinished) -> None:
         """Note what has computed a step. Raises ``Unavailable`` for other weights than before: the scores of beams of
@@ -120,6 +122,10 @@ class _Origin:
         self.weights_version = version
         self.numerics = self.numerics or finished.numerics
         self.is_mixed |= finished.timeline.mixed_numerics
+        if finished.timeline.HasField("cpu"):
+            self.cpu, cpu = self.cpu or types_pb2.CpuTimes(), finished.timeline.cpu
+            self.cpu.output_processor_ns += cpu.output_processor_ns
+            self.cpu.engine_ns += cpu.engine_ns
 
 
 class BeamRun:
@@ -257,8 +263,9 @@ class BeamRun:
             cached_tokens=self._cached_tokens[number],
             attempts=1,
             weights_version=origin.weights_version,
-            timeline=types_pb2.Timeline(mixed_numerics=origin.is_mixed),
+            timeline=types_pb2.Timeline(mixed_numerics=origin.is_mixed, cpu=origin.cpu),
         )
+        origin.cpu = None  # all outputs of the prompt together have this cost
         text = await self._texts.text_of(submit, beam.token_ids[:-1] if is_stop else beam.token_ids)
         params = submit.sampling_params
         logprobs = [logprobs_of(token_ids, rows, params.logprobs)] if params.HasField("logprobs") else ()

@@ -17,6 +17,7 @@ from tokenloom.v1.output_processor_pb2 import RecallResponse
 from ..mesh.mesh_view import MeshLoad
 from ..mesh.tokenizer_client import limited
 from ..metrics.gateway_metrics import GatewayMetrics
+from ..metrics.usage_counts import CALL_BILL, CALL_TOKENS, CallBill
 from ..records.generate_request import Chat, GenerateRequest, sound_of
 from ..records.pooling_input import PoolingInput, task_name
 from ..records.request_ids import NEW, ResumeToken
@@ -33,6 +34,8 @@ from .running_generation import RunningGeneration
 from .running_pooling import MOST_AT_ONCE, PoolingStage, RunningPooling, check_task, encode
 
 if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
+
     from ..mesh.encoder_client import RequestMedia
     from ..records.media import HeldFiles, MediaPart
 
@@ -62,6 +65,14 @@ class _Call:
         when = self.limit.when()
         assert when is not None
         return when - asyncio.get_running_loop().time()
+
+
+def _open_bill(bill: "CpuBill", request: GenerateRequest, held: ExitStack) -> CallBill:
+    """Return the bill of a call. ``held``: ends it."""
+    opened = CallBill(bill, request.tenant.name)
+    held.callback(opened.close)
+    CALL_BILL.set(opened)
+    return opened
 
 
 class Generator:
@@ -152,6 +163,7 @@ class Generator:
             # Before anything is awaited: a call that is cancelled while its prompt is encoded must give back, too, what
             # it holds.
             call.held.callback(admitted_call.end)
+            bill = None if self._context.bill is None else _open_bill(self._context.bill, request, call.held)
             media = None
             if isinstance(request.prompts, Chat) and request.prompts.media:
                 if self._links.encoders is not None and self._links.view.limits is None:
@@ -170,6 +182,8 @@ class Generator:
                 token,
                 model=call.model,
             )
+            if bill is not None:
+                generation.bill, bill.counts = bill, generation.completion_tokens
             del request, prepared  # the client's texts, which may be large, must not live as long as its answer
             call.held.callback(self._settle, admitted, generation, tenant)
             if call.trace is not None:
@@ -209,11 +223,14 @@ class Generator:
         async with self._call(request, trace_headers, task) as call:
             admitted = self._admission.admit(request, call.timeout, most_at_once=MOST_AT_ONCE)
             call.held.callback(admitted.close)
+            bill = None if self._context.bill is None else _open_bill(self._context.bill, request, call.held)
             prompts = await encode(pooling, self._links.tokenizers, limits)
             if sound_of(request.prompts) is None:  # its blocks are found by no other
                 await add_hashes(prompts, self._links.view.block_size, cache_salt(request))
             priority = self._context.priority_of(request, limits)
             running = RunningPooling(pooling, prompts, self._context, priority, self._pooling)
+            if bill is not None:
+                bill.counts = (CALL_TOKENS * len(prompts),)
             admitted.num_used = running.usage.prompt_tokens
             admitted.take_tokens(admitted.num_used)
             if call.trace is not None:

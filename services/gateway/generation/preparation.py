@@ -43,6 +43,8 @@ from .open_turn import MAX_SESSION_NAME, OpenTurn, TurnComparer, TurnNames
 from .past_turns import MAX_CHAT_BYTES, PastTurns
 
 if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
+
     from ..mesh.encoder_client import EncoderClient, RequestMedia
 
 _TRUNCATED_CONTEXTS = 8
@@ -105,6 +107,7 @@ class RequestContext:
         random: Draws the ids of requests, and the seeds of those that have none.
         clock: Returns nanoseconds.
         tracer: Makes the spans of requests; None: they are not traced.
+        bill: Shares the CPU time of this process out to calls; None without ``--bill``.
         replays_ids: Put generated tokens in the place of those of a fresh tokenization.
         beside_engine: The engine that requests prefer; empty: none.
     """
@@ -116,6 +119,7 @@ class RequestContext:
     random: Random
     clock: Callable[[], int]
     tracer: Tracer | None = None
+    bill: "CpuBill | None" = None
     replays_ids: bool = False
     beside_engine: str = ""
 

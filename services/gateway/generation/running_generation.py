@@ -13,7 +13,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
 from ..metrics.gateway_metrics import GatewayMetrics
-from ..metrics.usage_counts import Used
+from ..metrics.usage_counts import CallBill, Used
 from ..records.request_ids import NEW, ResumeToken
 from .beam_run import BeamRun, BeamTexts
 from .charge import Charge
@@ -41,6 +41,7 @@ class RunningGeneration:
         completion_tokens: By output.
         charge: What was counted of the request, by all its calls; None: nothing yet, and no other call can have it.
         turn: How the prompt differs from the turn before it; None: it is no turn of a conversation.
+        bill: What the call costs; None without ``--bill``.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RunningGeneration:
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self.charge: Charge | None = None
+        self.bill: CallBill | None = None
         self.turn = prepared.turn
         self._submits, self._beams = submits, prepared.beams
         self._media = prepared.media
@@ -124,6 +126,9 @@ class RunningGeneration:
                 usage.cache_miss.CopyFrom(miss)
             if self.turn.is_kept:
                 usage.cache_write_tokens = self.turn.num_written(usage.cached_tokens)
+        if self.bill is not None:
+            cpu = self._cpu(self.bill)
+            usage.cpu_ns = cpu.gateway_ns + cpu.tokenizer_ns + cpu.output_processor_ns + cpu.engine_ns
         return usage
 
     @property
@@ -177,7 +182,19 @@ class RunningGeneration:
         timeline = types_pb2.Timeline(tokenize_ns=self._tokenize_ns)
         for finished in self.finished.values():
             timeline.MergeFrom(finished.timeline)
+        if self.bill is not None:
+            timeline.cpu.CopyFrom(self._cpu(self.bill))
         return timeline
+
+    def _cpu(self, bill: CallBill) -> types_pb2.CpuTimes:
+        """Return what the request has cost so far: this call, and the outputs that have ended."""
+        ended = [finished.timeline.cpu for finished in self.finished.values()]
+        return types_pb2.CpuTimes(
+            gateway_ns=bill.charge(),
+            tokenizer_ns=bill.tokenizer_ns,
+            output_processor_ns=sum(each.output_processor_ns for each in ended),
+            engine_ns=sum(each.engine_ns for each in ended),
+        )
 
     @property
     def total_ns(self) -> int:

@@ -23,6 +23,7 @@ from tokenloom.services.runtime.tasks import is_cancelled
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
+from ..metrics.usage_counts import CALL_BILL
 from ..records.generate_request import Chat
 
 log = logging.getLogger(__name__)
@@ -237,6 +238,8 @@ class TokenizerClient:
                         else:  # off the event loop: it takes milliseconds, and the first one imports numpy
                             fits = await asyncio.to_thread(self._fits, request, answer)
                         if fits:
+                            if answer.cpu_ns and (bill := CALL_BILL.get()) is not None:
+                                bill.tokenizer_ns += answer.cpu_ns
                             return answer
                         self._note_wrong(address)
                         retries = retries or CallRetries(self._budget)

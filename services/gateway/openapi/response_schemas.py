@@ -78,6 +78,9 @@ class UsageInfo(msgspec.Struct, omit_defaults=True):
     completion_tokens_details: Annotated[
         CompletionTokensDetails | None, Meta(description="Details of the output tokens, if the model reasons.")
     ] = None
+    cpu_ms: Annotated[
+        float, Meta(description="Processor time of all parts so far, in milliseconds; only with --bill.")
+    ] = 0.0
 
 
 class FunctionCall(msgspec.Struct):

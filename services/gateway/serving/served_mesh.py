@@ -144,6 +144,7 @@ async def connect(
         random=host.random,
         clock=host.clock.nanoseconds,
         tracer=host.tracer,
+        bill=host.bill,
         replays_ids=settings.replay_ids,
         beside_engine=settings.beside_engine,
     )

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.packed_ids import num_ids
@@ -19,14 +20,19 @@ from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import EngineSearch, Lifetime
 from ..placement.placement import FirstPick, PendingPick, Placer
 from .outbox import Outbox
-from .sample_output import weights_version
+from .sample_output import SAMPLE_TOKENS, weights_version
 from .telemetry import RequestSpan
+
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuAccount
 
 log = logging.getLogger(__name__)
 
 _WIDEST = 1 << 16
 """Numbers for each token of a result that are believed of every engine: vectors may be wider than the vocabulary of a
 model of bytes or proteins, and a model does not say how wide its vectors are."""
+_TOKEN_BYTES = 4096
+"""So many bytes of a result cost this process about as much as the text of a token."""
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 
 
@@ -35,6 +41,9 @@ class PooledRequest:
 
     When its engine fails, another engine begins it anew; the gateway then drops the parts that it has received. Nothing
     of the result is kept here, so the request ends with the gateway's stream. Fulfils ``AttemptOwner``.
+
+    Attributes:
+        account: Bills what it costs this process; None without ``--bill``.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class PooledRequest:
         self._shape: Sequence[int] = ()  # of the result of the present attempt
         self._num_bytes = 0  # of it that have arrived
         self._has_ended = False
+        self.account: CpuAccount | None = None
         self.slot = submit.slot
 
     def start(self, pick: FirstPick = None) -> None:
@@ -85,6 +95,10 @@ class PooledRequest:
         if self._lifetime.deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
         self._continue(pick)
+
+    def work(self) -> int:
+        """Return what this process has done for it, in tokens of a text: passing bytes on costs as much."""
+        return SAMPLE_TOKENS + self._num_bytes // _TOKEN_BYTES
 
     def cancel(self) -> None:
         """End because the gateway wants no result."""
@@ -213,6 +227,9 @@ class PooledRequest:
         self, reason: FinishReason, finished: Finished | None, error: BaseException | None
     ) -> RequestFinished:
         finished = finished or Finished()
+        if self.account is not None:
+            self._timeline.cpu.output_processor_ns = self.account.close()
+            self._timeline.cpu.engine_ns = finished.cpu_ns
         self._timeline.queued_ns, self._timeline.prefill_ns = finished.queued_ns, finished.prefill_ns
         return RequestFinished(
             slot=self.slot,

@@ -403,6 +403,8 @@ class RequestStages:
             self.fail(error)
 
     def _finished(self, attempt: EngineAttempt, finished: Finished) -> None:
+        if finished.cpu_ns:
+            self._output.timeline.cpu.engine_ns += finished.cpu_ns
         if self._is_target(attempt):
             self._stay_at_source()
             return

@@ -34,6 +34,8 @@ from .sample_output import SampleOutput
 from .telemetry import OutputProcessorMetrics, RequestSpan
 
 if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
+
     from .request_recorder import RequestRecorder
 
 _UNWANTED = (FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT)
@@ -342,6 +344,7 @@ class Requests:
     Attributes:
         kept: The requests that can be resumed.
         recorder: Records those that end; None: none does.
+        bill: Shares the CPU time of this process out to samples; None without ``--bill``.
     """
 
     def __init__(
@@ -363,6 +366,7 @@ class Requests:
         """
         self.kept = kept
         self.recorder: RequestRecorder | None = None
+        self.bill: CpuBill | None = None
         self._clock = clock
         self._placer = placer
         self._vocabulary = vocabulary
@@ -409,7 +413,10 @@ class Requests:
             on_end(slot)
 
         try:
-            return PooledRequest(submit, outbox, self._placer, tasks, trace, self._clock, ended)
+            pooled = PooledRequest(submit, outbox, self._placer, tasks, trace, self._clock, ended)
+            if self.bill is not None:
+                pooled.account = self.bill.open(submit.tenant, pooled.work)
+            return pooled
         except BaseException:
             self._give_up(live)
             raise
@@ -465,6 +472,9 @@ class Requests:
                 self.kept.add(group)
             if self.recorder is not None:
                 group.on_over = self.recorder.follow(submit, samples, group.on_over)
+            if self.bill is not None:
+                for sample in samples:
+                    sample.account = self.bill.open(submit.tenant, sample.work)
             return group
         except BaseException:
             self._give_up(live)

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from tokenloom.request import errors, logprob_columns, wire_errors
 from tokenloom.request.packed_ids import ids_of
@@ -17,8 +18,14 @@ from ..text.vocabulary import Vocabulary
 from .outbox import NOWHERE, Outbox, PacedOutbox
 from .telemetry import OutputTrail
 
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuAccount
+
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 _STOP, _PREFILLED = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_PREFILLED
+SAMPLE_TOKENS: Final = 60
+"""So many tokens cost this process as much as the begin and the end of a sample: 0.3 ms, and 2.6 µs for each token in
+frames of many."""
 VERSION_DIGITS = 16
 """Of a fingerprint of weights, in answers."""
 _TOKEN_BYTES = 36
@@ -46,6 +53,7 @@ class SampleOutput:
         numerics: Of the engine that computes the next ones; empty: unknown.
         num_given: Tokens that an output processor which was lost has sent.
         trail: What a record of it holds; None: it is not recorded.
+        account: Bills what it costs this process; None without ``--bill``.
         finished: How it ended; None while it runs.
     """
 
@@ -92,6 +100,7 @@ class SampleOutput:
         has_logprobs = has_prompt_logprobs or params.HasField("logprobs")
         self._kept_logprobs: list[SlotTextLogprobs] | None = [] if submit.fingerprint and has_logprobs else None
         self.trail = trail
+        self.account: CpuAccount | None = None
         self.routed: RoutedOutput | None = None
         if params.return_routed_experts:
             self.routed = RoutedOutput(params, len(prompt_ids), sample_index)
@@ -101,6 +110,10 @@ class SampleOutput:
         self.stop_match: StopMatch | None = None
         self.timeline = Timeline() if journal is None else Timeline(mixed_numerics=journal.mixed_numerics)
         self.num_attempts = 1
+
+    def work(self) -> int:
+        """Return what this process has done for it, in tokens that it turned into text."""
+        return SAMPLE_TOKENS + len(self.token_ids)
 
     def ended_elsewhere(self, finished: RequestFinished) -> None:
         """Take the journal of a sample that had ended at an output processor that was lost. Nothing is sent of it until
@@ -322,6 +335,8 @@ class SampleOutput:
     ) -> RequestFinished:
         self.timeline.decode_ns = self._last_token_ns - self._first_token_ns
         self.timeline.detokenize_ns = self._detokenize_ns
+        if self.account is not None:
+            self.timeline.cpu.output_processor_ns = self.account.close()
         slot, sample_index = self._key
         routed = None if error is not None or self.routed is None else self.routed.message(len(self.token_ids))
         finished = RequestFinished(

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
@@ -28,6 +28,9 @@ from .host_dependencies import HostDependencies
 from .outside_calls import OutsideCalls
 from .service_settings import ServiceSettings
 from .servicer_edge import Authorize, Edge, ObserveCall
+
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
 
 
 class StateFile:
@@ -100,6 +103,8 @@ class Host:
         tracer: Sends spans; None: no tracing.
         failure: The first error that ends the service.
         fall_backs: What this process does without; metrics and the state file show it.
+        bill: Shares out this process's CPU time; None without ``--bill``.
+        billed_apart: Returns the id of a child that shares its own CPU time out; None: there is none.
     """
 
     def __init__(self, settings: ServiceSettings, surroundings: HostDependencies | None = None) -> None:
@@ -136,6 +141,11 @@ class Host:
         self._retry: asyncio.TimerHandle | None = None
         self.fall_backs = FallBacks(self.publish_fall_backs, beside=OF_PROCESS)
         process_metrics.observe_fall_backs(self.metrics, self.fall_backs)
+        self.billed_apart: Callable[[], int | None] = lambda: None
+        self.bill: CpuBill | None = None
+        if settings.bill:
+            self.bills = process_metrics.BillMetrics(self.metrics)
+            self.bill = process_metrics.open_bill(settings.service, self.bills, lambda: self.billed_apart())
 
     def add_servicer(self, add: Callable[[_Servicer, Any], None], servicer: _Servicer) -> None:
         """Serve a servicer, also while the server runs. ``add``: the generated ``add_…Servicer_to_server``."""

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import uvloop
 
@@ -28,6 +28,9 @@ from .host import Host
 from .host_dependencies import HostDependencies
 from .service_settings import ServiceSettings
 
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
+
 log = logging.getLogger(__name__)
 
 _Settings = TypeVar("_Settings", bound=ServiceSettings)
@@ -38,6 +41,9 @@ USAGE_ERROR = 2
 _SWITCH_SECONDS = 0.001
 """After so long a thread that computes lets the event loop go on, which waits for the interpreter's lock after each of
 its system calls. With Python's 5 ms its turns are 5.2 ms late in the median beside one such thread, now 1.2."""
+
+_SETTLE_SECONDS = 0.25
+"""Between settlements of the bill, which also come with the ends of requests and with scrapes."""
 
 _STOP_GRACE = 0.25
 """Seconds left for calls after the drain: those still open are the streams of peers, which never end by themselves."""
@@ -153,6 +159,8 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             host.spawn(host.channels.keepalive.run(), name="patience with peers")
             if settings.measure_turns:
                 host.spawn(LoopTurns(host.metrics).run(), name="turns of the event loop")
+            if host.bill is not None:
+                host.spawn(_settle(host.bill), name="bill")
             log.info("serving on %s", host.address)
             await first_of(stopping.wait(), host.failure.wait())
         return 1 if host.failure.happened else 0
@@ -168,6 +176,13 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
     finally:
         OF_PROCESS.on_change = None
     return 1
+
+
+async def _settle(bill: "CpuBill") -> NoReturn:
+    """Share the CPU time out a few times a second, until cancelled."""
+    while True:
+        await asyncio.sleep(_SETTLE_SECONDS)
+        bill.settle()
 
 
 def _new_threads() -> ThreadPoolExecutor:

@@ -80,6 +80,11 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
     measure_turns: Annotated[
         bool, "Measure the longest turns of the event loop, which wakes it every millisecond; for benchmarks."
     ] = False
+    bill: Annotated[
+        bool,
+        "Share the CPU time of the processes out to tenants and requests, by the work done for each: in metrics, "
+        "timelines and usage.",
+    ] = False
     drain_timeout: Annotated[
         Annotated[float, Meta(ge=0, le=86400)], "Seconds that live requests have to finish after a stop signal."
     ] = 30.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,6 +22,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tokenloom.process.fall_backs import KINDS, FallBacks
 
 from . import fast_metrics
+
+if TYPE_CHECKING:
+    from tokenloom.process.cpu_bill import CpuBill
 
 TURN_SECONDS: Final = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PERIOD_SECONDS: Final = 0.001
@@ -210,6 +213,47 @@ def cpu_seconds_of(pid: int | None) -> float:
     except OSError:
         return 0.0
     return (int(columns[_UTIME]) + int(columns[_STIME])) / _TICKS_PER_SECOND
+
+
+class BillMetrics:
+    """Shows the CPU time of each tenant in parts of this process and of those that it has started. Read when metrics
+    are scraped; the tenants are bounded where they are billed."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._parts: dict[str, Callable[[], Mapping[str, int]]] = {}
+        registry.register(self)
+
+    def show(self, part: str, totals: Callable[[], Mapping[str, int]]) -> None:
+        """Add a part. ``totals``: returns the nanoseconds of each tenant."""
+        self._parts[part] = totals
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        """Return the name, so that the registry refuses a second metric with it."""
+        yield self._family()
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Return the values now."""
+        family = self._family()
+        for part, totals in self._parts.items():
+            for tenant, nanoseconds in totals().items():
+                family.add_metric([part, tenant], nanoseconds / 1e9)
+        yield family
+
+    def _family(self) -> CounterMetricFamily:
+        text = "CPU time by tenant (--bill); (overhead) is that which no request has caused. Together it is all of it."
+        return CounterMetricFamily("tokenloom_bill_cpu_seconds", text, labels=["part", "tenant"])
+
+
+def open_bill(part: str, metrics: BillMetrics, without: Callable[[], int | None]) -> "CpuBill":
+    """Return the bill of this process and of those that it has started, and show it under the name ``part``.
+
+    ``without``: returns the id of a child that has a bill of its own; None: there is none.
+    """
+    from tokenloom.process.cpu_bill import CpuBill, ProcessCpu  # here: most meshes bill nothing
+
+    bill = CpuBill(ProcessCpu(without).read)
+    metrics.show(part, bill.totals)
+    return bill
 
 
 def gauge(registry: CollectorRegistry, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:

@@ -1,6 +1,9 @@
 import json
 import logging
+import random
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,12 +11,13 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ObservabilityConfig
-from tokenloom.engine_core.data.messages import StepSpan
-from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
+from tokenloom.engine_core.data.messages import EngineCoreOutput, FinishReason, StepSpan
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.scheduling.step_reports import IterationLog, StepTraces, as_observer
+from tokenloom.engine_core.scheduling.step_reports import IterationLog, StepBill, StepTraces, as_observer
+from tokenloom.process.cpu_bill import OVERHEAD
 
 
 class FailingWorker(HashWorker):
@@ -181,4 +185,137 @@ def test_lines_and_traces_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
     assert as_observer(None, None) is None
     traces = StepTraces({})
     assert as_observer(None, traces) is traces
+    core.shutdown()
+
+
+BILLED = ObservabilityConfig(bill=True)
+MS = 1_000_000
+
+
+class Billing:
+    """A bill with CPU time and a clock that a test sets."""
+
+    def __init__(self, **tenants: str) -> None:
+        self.cpu = self.now = 0
+        self.live: dict[str, Any] = dict.fromkeys(tenants)
+        self.bill = StepBill(self.live, lambda: self.cpu, lambda: self.now)
+        for name, tenant in tenants.items():
+            self.bill.add(name, tenant)
+
+    def step(self, milliseconds: int, **tokens: int) -> None:
+        """Compute a step in which each request has so many tokens."""
+        self.bill.begin()
+        self.cpu += milliseconds * MS
+        scheduled = SchedulerOutput([], CachedRequestData([], [], [], {}), tokens, sum(tokens.values()), [], [])
+        self.bill.end(0, scheduled, ModelRunnerOutput([], []))
+
+    def spent(self, *names: str) -> list[float]:
+        """Return the milliseconds of requests."""
+        outputs = [EngineCoreOutput(name, [1]) for name in names]
+        self.bill.report(outputs)
+        return [in_ms(output.cpu_ns) for output in outputs]
+
+    def totals(self) -> dict[str, float]:
+        """Return the milliseconds of tenants."""
+        self.now += 10**9
+        return {tenant: in_ms(nanoseconds) for tenant, nanoseconds in self.bill.report([]).items()}
+
+
+def in_ms(nanoseconds: int) -> float:
+    return round(nanoseconds / MS, 3)
+
+
+def test_the_requests_of_a_step_pay_for_it_and_nobody_pays_for_the_time_before() -> None:
+    billing = Billing(a="x", b="y", c="y")
+    billing.cpu = 100 * MS
+    assert billing.totals() == {OVERHEAD: 0, "x": 0, "y": 0}
+    billing.step(30, a=1, b=1)
+    assert billing.spent("a", "b", "c") == [15, 15, 0]
+    billing.step(10, c=1)
+    assert billing.spent("c") == [10], "totals come every half second only"
+    assert billing.totals() == {OVERHEAD: 100, "x": 15, "y": 25}
+
+
+def test_what_a_token_and_a_row_cost_is_learned_from_steps_of_one_kind() -> None:
+    billing = Billing(a="x", b="y")
+    for _ in range(100):
+        billing.step(4, a=1)  # a row and its token: 4 ms
+        billing.step(100, b=100)  # a token: 1 ms
+    before = billing.spent("a", "b")
+    billing.step(104, a=1, b=100)  # rows of 3 ms and tokens of 1 ms: 4 and 103
+    after = billing.spent("a", "b")
+    cost_a, cost_b = after[0] - before[0], after[1] - before[1]
+    assert cost_a == pytest.approx(104 / 107 * 4, rel=0.01)
+    assert cost_a + cost_b == pytest.approx(104, abs=0.01)
+
+
+def test_the_results_of_the_last_step_are_paid_by_its_requests() -> None:
+    billing = Billing(a="x")
+    billing.step(3, a=1)
+    billing.cpu += 2 * MS
+    billing.live.clear()
+    output = EngineCoreOutput("a", [1], finish_reason=FinishReason.LENGTH)
+    totals = billing.bill.report([output])
+    assert in_ms(totals["x"]) == in_ms(output.cpu_ns) == 5, "no request is left: the totals come at once"
+    billing.step(1, a=1)  # in flight when it ended
+    assert billing.totals() == {OVERHEAD: 0, "x": 6}
+
+
+def test_ended_requests_are_forgotten_and_their_tenants_are_not() -> None:
+    billing = Billing()
+    for number in range(5000):
+        name = f"r{number}"
+        billing.bill.add(name, "x")
+        billing.step(1, **{name: 1})
+    assert len(billing.bill._spent) < 1100
+    assert billing.totals() == {OVERHEAD: 0, "x": 5000}
+    billing.step(7, r0=1)
+    assert billing.totals()[OVERHEAD] == 7, "of a request that is forgotten"
+
+
+def test_nothing_is_lost_in_rounding_and_by_failed_steps() -> None:
+    billing, rng = Billing(a="x", b="y", c="z"), random.Random(3)
+    for _ in range(300):
+        tokens = {name: rng.choice((1, 1, 7, 100)) for name in "abc" if rng.random() < 0.6}
+        if tokens:
+            billing.step(rng.randrange(9), **tokens)
+        billing.cpu += rng.randrange(1000)
+        if rng.random() < 0.1:
+            billing.bill.begin()
+            billing.cpu += 5 * MS
+            billing.bill.abandon()
+    billing.step(1, a=1)
+    billing.live.clear()
+    assert billing.cpu - 100 <= sum(billing.bill.report([]).values()) <= billing.cpu
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_core_bills_its_processes(overlaps: bool) -> None:
+    core = traced_core(BILLED, async_scheduling=overlaps)
+    for name in ("a", "b"):
+        core.add_request(msgspec.structs.replace(make_request(name, [1, 2, 3], 6), tenant=name.upper()))
+    spent: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    while core.has_work():
+        outputs = core.step()
+        spent |= {output.request_id: output.cpu_ns for output in outputs.outputs}
+        totals = outputs.cpu_ns or totals
+    assert spent.keys() == {"a", "b"}
+    assert all(spent.values())
+    assert totals["A"] >= spent["a"]
+    assert totals["B"] >= spent["b"]
+    own = time.process_time_ns()
+    assert own * 0.5 <= sum(totals.values()), "the start of this process is overhead"
+    core.shutdown()
+
+
+def test_a_core_without_a_bill_makes_no_call_for_it() -> None:
+    core = traced_core(ObservabilityConfig())
+    assert core._observer is None
+    assert core._bill is None
+    core.add_request(make_request("a", [1, 2, 3], 4))
+    while core.has_work():
+        outputs = core.step()
+        assert outputs.cpu_ns == {}
+        assert not any(output.cpu_ns for output in outputs.outputs)
     core.shutdown()

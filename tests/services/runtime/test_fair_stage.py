@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
+from tokenloom.process.cpu_bill import OVERHEAD, CpuBill
 from tokenloom.request import errors
 from tokenloom.request.limits import ALONE_AFTER, TenantTurns
-from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.services.runtime.fair_stage import TURN_CPU_NS, BilledStage, FairStage
 
 
 def stage(places: int = 1, *, max_waiting: int = 100, max_cost: int = 1000, leaves_spare: bool = False) -> FairStage:
@@ -191,3 +192,57 @@ async def test_places_that_are_kept_stay_free_until_they_are_not() -> None:
     at.num_kept = 0
     await calls.call("a4")
     assert sorted(calls.running) == ["a2", "a3", "a4"]
+
+
+async def test_a_turn_is_billed_while_it_lasts_and_not_while_it_waits() -> None:
+    now = cpu = 0
+    bill = CpuBill(lambda: cpu, lambda: now)
+    billed = BilledStage(bill, 10, 1, "texts", max_waiting=10, max_cost=1000)
+
+    async def call(tenant: str, cost: int) -> int:
+        nonlocal now, cpu
+        await billed.begin(tenant, cost)
+        try:
+            now, cpu = now + 10**9, cpu + cost * 1000
+            await asyncio.sleep(0)
+        finally:
+            billed.end(tenant, cost)
+        return TURN_CPU_NS.get()
+
+    spent = await asyncio.gather(call("a", 30), call("b", 90), call("a", 10))
+    assert [*spent] == [30_000, 90_000, 10_000]
+    assert bill.totals() == {OVERHEAD: 0, "a": 40_000, "b": 90_000}
+    assert TURN_CPU_NS.get() == 0, "of each task its own"
+
+
+async def test_turns_at_a_time_pay_by_their_costs() -> None:
+    now = cpu = 0
+    bill = CpuBill(lambda: cpu, lambda: now)
+    billed = BilledStage(bill, 10, 2, "texts", max_waiting=10, max_cost=1000)
+    done = asyncio.Event()
+
+    async def call(tenant: str, cost: int) -> int:
+        await billed.begin(tenant, cost)
+        await done.wait()
+        billed.end(tenant, cost)
+        return TURN_CPU_NS.get()
+
+    calls = [asyncio.create_task(call(tenant, cost)) for tenant, cost in (("a", 10), ("b", 30))]
+    await asyncio.sleep(0)
+    now, cpu = 10**9, 6000
+    done.set()
+    assert await asyncio.gather(*calls) == [2000, 4000]
+
+
+async def test_a_turn_that_is_cancelled_while_it_waits_costs_nothing() -> None:
+    bill = CpuBill(lambda: 0, lambda: 0)
+    billed = BilledStage(bill, 10, 1, "texts", max_waiting=10, max_cost=1000)
+    await billed.begin("a", 1)
+    waiting = asyncio.create_task(billed.begin("b", 1))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    billed.end("a", 1)
+    assert not billed._accounts
+    assert not bill._live

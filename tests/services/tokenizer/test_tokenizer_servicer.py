@@ -55,6 +55,25 @@ async def stub(socket_dir: Path) -> "AsyncIterator[TokenizerAsyncStub]":
         yield TokenizerStub(channel)
 
 
+async def test_a_billed_call_says_what_it_took(socket_dir: Path) -> None:
+    settings = TokenizerSettings.of(
+        listen=f"unix:{socket_dir}/t", metrics_listen="", render_workers=1, drain_timeout=0, bill=True
+    )
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
+        stub: TokenizerAsyncStub = TokenizerStub(channel)
+        spent = [
+            (await stub.Encode(EncodeRequest(texts=["some words"] * 50, tenant="a"))).cpu_ns,
+            (await stub.EncodeChat(EncodeChatRequest(messages_json=MESSAGES, tenant="a"))).cpu_ns,
+            (await stub.Encode(EncodeRequest(texts=["many words " * 5000], tenant="a"))).cpu_ns,
+            (await stub.Decode(DecodeRequest(token_ids=[300, 301], tenant="a"))).cpu_ns,
+        ]
+        info = await stub.GetTokenizerInfo(GetTokenizerInfoRequest())
+        assert host.bill is not None
+        assert all(nanoseconds > 0 for nanoseconds in spent)
+        assert host.bill.totals()["a"] == sum(spent)
+        assert info.vocab_size == load_tokenizer(DEMO_MODEL).get_vocab_size(), "its second field is no cost"
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return load_tokenizer(DEMO_MODEL)

@@ -6,7 +6,7 @@ The constants are measured; each names the command that prints it. ``k8s/overlay
 from dataclasses import dataclass
 from math import ceil
 
-from tokenloom.services.coordinator.report_interval import report_interval
+from tokenloom.services.coordinator.engines.engine_stream import report_interval
 
 STREAMS_PER_ENGINE = 64
 ENGINES_PER_CELL = 1000

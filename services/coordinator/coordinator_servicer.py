@@ -44,11 +44,10 @@ from .engines.data_parallel_groups import Commands, DataParallelGroups
 from .engines.encoders import ENCODE
 from .engines.engine_record import check_identity, check_report
 from .engines.engine_registry import Registry
-from .engines.engine_stream import EngineStream, to_duration
+from .engines.engine_stream import EngineStream, ReportPace, to_duration
 from .feed.snapshot_feed import SnapshotFeed
 from .picks.pick_slices import PickMetrics, PickSlices
 from .picks.placed import Placed
-from .report_interval import ReportPace
 
 log = logging.getLogger(__name__)
 

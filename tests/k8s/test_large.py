@@ -4,7 +4,7 @@ from tests.k8s.cluster import Object, build, of_kind, workloads
 from tokenloom.bench.scale.capacity import ENGINES_PER_CELL, UTILIZATION, cell, cells
 from tokenloom.bench.scale.scale import LIMITS
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
-from tokenloom.services.coordinator.report_interval import MAX_REPORTS_PER_SECOND, report_interval
+from tokenloom.services.coordinator.engines.engine_stream import MAX_REPORTS_PER_SECOND, report_interval
 
 LARGE = build("overlays/large")
 NEEDED = cell()

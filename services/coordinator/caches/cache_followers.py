@@ -138,7 +138,7 @@ class CacheFollowers:
             running[1].cancel()
 
     def follow(self, report_interval: float) -> None:
-        """Begin to follow, because prompts are placed by prefixes. ``report_interval``: see :mod:`.report_interval`."""
+        """Begin to follow, because prompts are placed by prefixes. ``report_interval``: seconds between two reports."""
         is_first, self._interval = not self._interval, report_interval * INTERVALS
         if is_first:
             for record in self._joined.values():

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenloom.services.coordinator.coordinator_servicer import WATCH_SECONDS
-from tokenloom.services.coordinator.report_interval import MAX_REPORTS_PER_SECOND, ReportPace, report_interval
+from tokenloom.services.coordinator.engines.engine_stream import MAX_REPORTS_PER_SECOND, ReportPace, report_interval
 
 
 def test_the_interval_grows_with_the_engines() -> None:

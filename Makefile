@@ -232,12 +232,16 @@ simulate: install ## run 10,000 seeds of the simulated mesh, with faults of ever
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 	$(BIN)/python -m tests.simulation.waves --schedules 20000
 
-soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, what faults leave, operators beside faults, flipped bits of weights, two hours of requests (SOAK_SECONDS), malformed requests, replayed answers, frames and command lines, tiny models
+soak: install ## run random schedules of faults and of awaits, requests that move from engine to engine, JSON schemas, expensive grammars, what faults leave, operators beside faults, flipped bits of weights, two hours of requests (SOAK_SECONDS), malformed requests, replayed answers, frames and command lines, tiny models
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
 	$(BIN)/python -m tests.soak --schedules 50 --executor mp
 	$(BIN)/python -m tests.soak --schedules 50 --executor mp --async-scheduling
+	$(BIN)/python -m tests.soak.moves
+	$(BIN)/python -m tests.soak.moves --layout split --drafts 3 --async-scheduling
+	$(BIN)/python -m tests.soak.moves --worker model --rounds 4
+	$(BIN)/python -m tests.soak.moves --worker model --layout split --drafts 3 --rounds 4
 	$(BIN)/python -m tests.explorer --seeds 10000 --jobs 2
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.ledger

@@ -161,6 +161,10 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
             return "its session stays on this engine"
         return core.scheduler.lend_request(request_id, lease_id, num_bound)
 
+    def requests_to_lend(count: int, before_preemption: bool) -> list[str]:
+        """Return the ids of up to ``count`` running requests that are best lent."""
+        return core.scheduler.requests_to_lend(count, core.sessions.live, before_preemption=before_preemption)
+
     return {
         **_adapter_methods(core.adapters),
         "reset_prefix_cache": core.reset_prefix_cache,
@@ -177,6 +181,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "share_kv": core.scheduler.share_kv,
         "lend_request": lend_request,
         "keep_request": core.scheduler.keep_request,
+        "requests_to_lend": requests_to_lend,
         "profile": profile,
         "collective_rpc": collective_rpc,
         "check_health": core.check_health,

@@ -116,6 +116,17 @@ class RemoteKV:
 
     # Of a running request
 
+    def may_lend(self, request: Request) -> bool:
+        """Return whether a running request generates, is not lent, and has enough tokens left to be."""
+        is_lent = request.kv.remote is not None and bool(request.kv.remote.lease_id)
+        generates = request.num_output_tokens > 0 and request.pooling_params is None
+        return generates and not is_lent and self._num_lent(request) + 1 < request.max_num_tokens
+
+    def _num_lent(self, request: Request) -> int:
+        """Return how many tokens a request will have when it is handed over, if it is lent now."""
+        num_tokens = request.num_tokens + request.num_output_placeholders
+        return num_tokens + _LENT_TOKENS + num_tokens // self._kv.block_size // _BLOCKS_A_TOKEN
+
     def lend(self, request: Request, lease_id: bytes, num_bound: int) -> str | EngineCoreOutput:
         """Let another engine go on with a running request. It runs on here for a few tokens, while the other one copies
         its KV, and ends as PREFILLED. Returns the output that announces the lease, or why the request stays.
@@ -125,8 +136,7 @@ class RemoteKV:
         kv = request.kv
         if kv.remote is not None and kv.remote.lease_id:
             return "another engine goes on with it already"
-        num_tokens = request.num_tokens + request.num_output_placeholders
-        num_lent = num_tokens + _LENT_TOKENS + num_tokens // self._kv.block_size // _BLOCKS_A_TOKEN
+        num_lent = self._num_lent(request)
         # As of a prefill, the token after those of the lease is sampled here.
         if num_lent + 1 >= request.max_num_tokens:
             return ENDS_SOON

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -206,6 +206,18 @@ class Scheduler:
             return lent
         self.ended.outputs.append(lent)
         return ""
+
+    def requests_to_lend(self, count: int, stay: Collection[str], *, before_preemption: bool) -> list[str]:
+        """Return the ids of up to ``count`` requests that are best lent: those that would be preempted first, or those
+        with the most tokens left for the KV that moves with them. ``stay``: ids of some that cannot be."""
+        lendable = [
+            request
+            for request in reversed(self.running)
+            if self._remote is not None and self._remote.may_lend(request) and request.request_id not in stay
+        ]
+        if not before_preemption:
+            lendable.sort(key=lambda each: (each.max_num_tokens - each.num_tokens) / each.num_tokens, reverse=True)
+        return [request.request_id for request in lendable[:count]]
 
     def keep_request(self, request_id: str) -> None:
         """Let a running request that was lent go on here."""

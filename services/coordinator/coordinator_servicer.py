@@ -29,6 +29,7 @@ from tokenloom.v1.coordinator_pb2 import (
     PickRequest,
     PickResponse,
     Position,
+    Relief,
     ScaleRequest,
     ScaleResponse,
     SetAdapterRequest,
@@ -45,6 +46,7 @@ from .engines.encoders import ENCODE
 from .engines.engine_record import check_identity, check_report
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, ReportPace, to_duration
+from .engines.rebalancing import Rebalancer, load_of
 from .feed.snapshot_feed import SnapshotFeed
 from .picks.pick_slices import PickMetrics, PickSlices
 from .picks.placed import Placed
@@ -132,13 +134,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         picks: PickMetrics,
         caches: CacheFollowers | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         """``caches``: follows the engines' prefix caches; None: the index knows only what was picked. ``clock``:
-        seconds, by which picks are measured and shared out."""
+        seconds, by which picks are measured and shared out. ``rebalancer``: decides which requests move; None: none
+        do."""
         self._registry = registry
         self._caches = caches
         self._feed = SnapshotFeed(registry)
         self._report_pace = ReportPace()
+        self._rebalancer = rebalancer
+        self._is_short = False  # whether an engine has reported, since the last look, that it is short of KV blocks
         self._name = name
         self._epoch = epoch
         self._picks = picks
@@ -167,6 +173,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._announce_state()
             if self._registry.is_complete:
                 self._complete.set()
+                if self._rebalancer is not None and (self._is_short or self._rebalancer.is_on):
+                    self._rebalance(self._rebalancer, now())
             for _ in self._feed.slices(now()):
                 await asyncio.sleep(0)
             self._pace(late, now())
@@ -396,6 +404,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                     continue  # the next time
             del unannounced[engine_id]
 
+    def _rebalance(self, rebalancer: Rebalancer, now: float) -> None:
+        """Let engines that have much more to do than others give requests to them."""
+        self._is_short = False
+        loads = [load_of(stream.record) for stream in self._streams.values()]
+        for order in rebalancer.orders(loads, now):
+            relief = Relief(target=order.target, count=order.count, before_preemption=order.before_preemption)
+            with contextlib.suppress(ResourceExhausted):  # the next time
+                self._streams[order.source].command(EngineCommand(relief=relief))
+
     def _first(self, stream: EngineStream) -> DesiredState | None:
         """Return the state for the answer to a join; None: the engine waits for it."""
         if (state := self._registry.desired(stream.record)) is not None:
@@ -451,6 +468,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 raise InvalidArgument("an engine that serves no KV to others does not become a prefill engine", "role")
             is_further = report.progress != stream.record.report.progress
             self._registry.report(stream.record, report)
+            self._is_short |= report.short_of_blocks
             if is_further:
                 self._advance()
             if stream.record.identity.data_parallel_group and not stream.overtaken:

@@ -8,7 +8,14 @@ from tokenloom.process.plugins import check_named, plugged
 from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import OptionalAddress, ServiceSettings
 
-from .engines.defaults import PD_THRESHOLD, PLACEMENT, PLACEMENTS, PREFIX_INDEX_MIB, SETTLE_SECONDS
+from .engines.defaults import (
+    LEAST_FACTOR,
+    PD_THRESHOLD,
+    PLACEMENT,
+    PLACEMENTS,
+    PREFIX_INDEX_MIB,
+    SETTLE_SECONDS,
+)
 
 MAX_CONNECTIONS = 8192
 """Of each engine two, and one of each output processor, gateway and tokenizer: three times those of a cell."""
@@ -46,6 +53,12 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
         "Let a request that began on an engine of ours go on where vLLM computes (--remote-vllm), and the reverse: its "
         "answer says mixed_numerics. Otherwise it waits for an engine of the kind on which it began.",
     ] = False
+    rebalance: Annotated[
+        Annotated[float, Meta(ge=0, le=100)],
+        "Let running requests of an engine go on at another one, with their KV, when for 3 s its waiting * 4 + "
+        "running, or its use of a KV cache that is 80 % full, has been so many times that of the engine of its kind "
+        "that has least to do: 1.2 or more; 0: never. Needs --kv-transports at the engines.",
+    ] = 0.0
     settle_seconds: Annotated[
         Annotated[float, Meta(ge=0)],
         "Seconds that a new coordinator waits for the engines to register again; up to 30 more while they still come.",
@@ -66,6 +79,8 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_named(self.plugins, placement=self.placement)
+        if 0 < self.rebalance < LEAST_FACTOR:
+            raise ValueError(f"--rebalance: must be 0 or at least {LEAST_FACTOR}, not {self.rebalance:g}")
 
     @property
     def grpc_limits(self) -> GrpcLimits:

@@ -26,6 +26,7 @@ from .coordinator_settings import CoordinatorSettings
 from .engines.engine_placement import Policy
 from .engines.engine_record import StallAwareClock
 from .engines.engine_registry import Registry
+from .engines.rebalancing import Rebalancer
 from .engines.wanted_state import Predecessor
 from .lease.kubernetes_lease import KubernetesLease, LeaseApi
 from .lease.lease import FileLease, LeaderLease
@@ -167,7 +168,9 @@ class CoordinatorService:
         followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)
         followed.set_function(lambda: caches.num_followed)
         self.servicer = CoordinatorServicer(
-            registry, self._settings.instance_id, host.epoch, PickMetrics(host.metrics), caches, host.clock.seconds
+            *(registry, self._settings.instance_id, host.epoch, PickMetrics(host.metrics), caches),
+            clock=host.clock.seconds,
+            rebalancer=Rebalancer(self._settings.rebalance),
         )
         self.servicer.bill = host.bill
         host.add_servicer(add_to_server, self.servicer)

@@ -74,8 +74,12 @@ class Administration:
         """Raises ``InvalidArgument``, and ``FailedPrecondition`` if the engine does not transfer the KV that the role
         needs."""
         # Before it waits for leases: the state that the coordinator sends meanwhile may hold an older role.
-        self._has_role = True
-        await self._change_role(role)
+        had, self._has_role = self._has_role, True
+        try:
+            await self._change_role(role)
+        except TokenloomError:
+            self._has_role = had
+            raise
 
     async def reload_weights(self, path: str, mode: engine_pb2.PauseMode) -> None:
         """Raises as :meth:`Weights.reload`."""
@@ -99,7 +103,7 @@ class Administration:
         await self.role.change(role)
         if is_to_prefill:
             # What it decodes would delay prompts until it ends. New requests go elsewhere by now.
-            await self._engine.kv.moves.move("", "")
+            await self._engine.kv.moves.move("", "", "role")
 
     async def load_weights(self, path: str) -> None:
         """Load the weights of a checkpoint unless the engine has them. Raises as :meth:`Weights.reload`."""
@@ -267,7 +271,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     ) -> engine_pb2.MoveRequestsResponse:
         if (kv := self._engine.kv) is None or kv.owner is None:
             raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-transports and --kv-listen")
-        return counted(await kv.moves.move(request.request_id, request.target))
+        return counted(await kv.moves.move(request.request_id, request.target, "operator"))
 
     async def Reconfigure(self, request: engine_pb2.ReconfigureRequest, context: Any) -> engine_pb2.ReconfigureResponse:
         await self._engine.resize_group(request.data_parallel_size)

@@ -119,6 +119,8 @@ async def _start(
     kv = KVFront(settings, core, load, host, to_coordinator, fingerprint) if settings.kv_transports else None
     if kv is not None:
         undo.push_async_callback(kv.close)
+    if settings.move_before_preemption:
+        load.watch_blocks(core.ready.block_size)
     address = settings.advertise_address or host.address
     kv_address = kv.address if kv is not None else ""
     weight_bytes = sum(size for _, size, *_ in stamps)
@@ -223,6 +225,10 @@ class CoordinatorCommands:
         else:
             host.fall_backs.end("refused")
         host.spawn(host.health.set_answering(not reason), name="engine-refusal")
+
+    def relieve(self, relief: coordinator_pb2.Relief) -> None:
+        if (kv := self._engine.kv) is not None:
+            kv.moves.relieve(relief.target, relief.count, before_preemption=relief.before_preemption)
 
     def wait_aside(self, reason: str) -> None:
         if reason:

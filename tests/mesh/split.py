@@ -26,7 +26,6 @@ from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer import kv_copier
 from tokenloom.model_files.model_path import DEMO_MODEL, resolve
-from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
@@ -122,11 +121,18 @@ class SplitEngine(Part):
 
     def recomputes(self) -> dict[str, int]:
         """Requests whose KV was computed anew, by reason."""
+        return self._counted("tokenloom_kv_recompute_total")
+
+    def moves(self) -> dict[str, int]:
+        """Requests that left for another engine, by reason."""
+        return self._counted("tokenloom_kv_moves_total")
+
+    def _counted(self, name: str) -> dict[str, int]:
         return {
             sample.labels["reason"]: int(sample.value)
             for family in self._host.metrics.collect()
             for sample in family.samples
-            if sample.name == "tokenloom_kv_recompute_total" and sample.value
+            if sample.name == name and sample.value
         }
 
     def fired(self) -> Counter[str]:
@@ -185,7 +191,7 @@ class SplitMesh(Mesh):
     """Args:
     roles: One engine of each.
     engine: Settings of all engines; ``prefill``, ``decode``: of those only.
-    gateway, output_processor: Settings of these.
+    gateway, output_processor, coordinator: Settings of these.
     pd_threshold: 0, so that even one token goes from engine to engine.
     """
 
@@ -201,15 +207,16 @@ class SplitMesh(Mesh):
         decode: Mapping[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
         output_processor: dict[str, Any] | None = None,
+        coordinator: dict[str, Any] | None = None,
         pd_threshold: int = 0,
         certificates: Path | None = None,
         common: dict[str, Any] | None = None,
     ) -> None:
-        self._pd_threshold = pd_threshold
         super().__init__(
             directory,
             engines=0,
             gateway=gateway,
+            coordinator={"pd_threshold": pd_threshold, **(coordinator or {})},
             output_processor=output_processor,
             certificates=certificates,
             common=common,
@@ -289,9 +296,3 @@ class SplitMesh(Mesh):
             for entry in snapshot_of(service.servicer._registry).engines
             if entry.report.state == ENGINE_STATE_SERVING
         }
-
-    def _coordinator(self) -> Part:
-        settings = CoordinatorSettings.of(
-            **self._common("coordinator-0"), settle_seconds=0.2, pd_threshold=self._pd_threshold
-        )
-        return Part(CoordinatorService, settings)

@@ -18,6 +18,7 @@ from tests.parity.reference import add_demo_tokenizer
 from tests.parity.state_checkpoints import make_model
 from tests.ready_channel import ready_channel
 from tokenloom.model_files.model_path import DEMO_ADAPTERS
+from tokenloom.services.coordinator.engines import rebalancing
 from tokenloom.v1.engine_pb2 import SetRoleRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL
@@ -37,9 +38,13 @@ async def moving_mesh(
     engines: int = 2,
     roles: Sequence[str] = (),
     common: dict[str, Any] | None = None,
+    coordinator: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[SplitMesh, "Users"]]:
-    mesh = SplitMesh(directory, roles or ("both",) * engines, gateway=KEYS, engine={**STEP, **settings}, common=common)
+    roles = roles or ("both",) * engines
+    mesh = SplitMesh(
+        directory, roles, gateway=KEYS, engine={**STEP, **settings}, common=common, coordinator=coordinator
+    )
     async with mesh.running(), mesh.http() as http:
         yield mesh, Users(mesh, http)
 
@@ -266,6 +271,68 @@ async def test_a_client_that_goes_away_while_its_request_moves(socket_dir: Path)
             await users.until(lambda: source.stats.num_leases)
         await mesh.check_nothing_is_left()
         assert (await move).json()["ended"] == 1
+
+
+async def ask_all(users: Users, count: int, max_tokens: int) -> tuple[list[Answer], list[asyncio.Task[Answer]]]:
+    """Ask so many requests of 50 tokens, and wait until all run."""
+    prompts, answers = [prompt_of(50, seed) for seed in range(count)], [Answer() for _ in range(count)]
+    tasks = [
+        asyncio.create_task(ask(users.http, prompt, max_tokens, answer))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    await users.until(lambda: all(len(answer.token_ids) > 3 for answer in answers))
+    return answers, tasks
+
+
+async def check_all(mesh: SplitMesh, answers: list[Answer], tasks: list[asyncio.Task[Answer]], max_tokens: int) -> None:
+    await asyncio.gather(*tasks)
+    expected = [mesh.expected(prompt_of(50, seed), max_tokens) for seed in range(len(answers))]
+    assert [answer.token_ids for answer in answers] == expected
+    await mesh.check_nothing_is_left()
+
+
+async def test_requests_leave_a_hot_engine_for_a_new_one(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalancing, "HOT_SECONDS", 0.1)
+    monkeypatch.setattr(rebalancing, "APART_SECONDS", 0.3)
+    async with moving_mesh(socket_dir, 1, coordinator={"rebalance": 1.5}) as (mesh, users):
+        answers, tasks = await ask_all(users, 12, 300)
+        await mesh.new_engine("both", **STEP).start()
+        first, second = mesh.engines
+        await users.until(lambda: second.core.scheduler.running)
+        await check_all(mesh, answers, tasks, 300)
+        assert 1 <= first.moves()["rebalance"] <= 6, "half of them at most"
+        assert not second.moves(), "none came back"
+        assert sum("moves" in answer.timeline for answer in answers) == first.moves()["rebalance"]
+        assert not second.recomputes()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+async def test_what_would_be_preempted_moves_to_an_engine_with_room(socket_dir: Path, moves: bool) -> None:
+    settings: dict[str, Any] = {"num_kv_blocks": 70, "max_model_len": 512, "move_before_preemption": moves}
+    async with moving_mesh(socket_dir, 1, **settings) as (mesh, users):
+        answers, tasks = await ask_all(users, 6, 180)  # of 230 tokens, or 15 blocks each in the end
+        await mesh.new_engine("both", **STEP, **settings).start()
+        first, second = mesh.engines
+        await check_all(mesh, answers, tasks, 180)
+        if moves:
+            assert first.moves()["preemption"] >= 1
+            assert not second.recomputes()
+            assert first.stats.num_preemptions == 0
+        else:
+            assert first.stats.num_preemptions >= 1, "the blocks suffice, and the other case shows nothing"
+            assert not first.moves()
+
+
+async def test_what_moves_too_late_is_preempted(socket_dir: Path) -> None:
+    """The copies to the other engine take longer than the blocks last."""
+    settings: dict[str, Any] = {"num_kv_blocks": 70, "max_model_len": 512, "move_before_preemption": True}
+    async with moving_mesh(socket_dir, 1, **settings) as (mesh, users):
+        answers, tasks = await ask_all(users, 6, 180)
+        second = mesh.new_engine("both", **STEP, **settings)
+        await second.start()
+        await second.cut_kv()
+        await mesh.engines[0].cut_kv()  # no engine reaches its leases any more
+        await check_all(mesh, answers, tasks, 180)
 
 
 COUNT = {"type": "array", "items": {"type": "integer"}, "minItems": 20, "maxItems": 30}

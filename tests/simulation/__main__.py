@@ -30,13 +30,14 @@ def main() -> int:
     lies: Counter[str] = Counter()
     moves: Counter[str] = Counter()
     violated: list[int] = []
-    num_migrations = 0
+    num_migrations, migrations = 0, Counter[str]()
     for seed, result in zip(seeds, _results(seeds, arguments), strict=True):
         outcomes += result.outcomes
         faults.update(fault.kind for fault in result.happened)
         lies += result.lies
         moves += result.moves
         num_migrations += result.num_migrations
+        migrations += result.migrations
         if result.violations:
             violated.append(seed)
         if result.violations or arguments.verbose:
@@ -47,7 +48,7 @@ def main() -> int:
     print("faults:", *(f"{count:8} {kind}" for kind, count in faults.most_common()), sep="\n")
     print(*(f"{count:8} lies: {kind}" for kind, count in lies.most_common()), sep="\n", end="\n" if lies else "")
     print(*(f"{count:8} {kind}" for kind, count in moves.most_common()), sep="\n", end="\n" if moves else "")
-    print(f"requests moved: {num_migrations}")
+    print(f"requests moved: {num_migrations}", *(f"{count:8} by {why}" for why, count in migrations.items()), sep="\n")
     print(f"violated: {violated or 'none'}")
     return 1 if violated else 0
 

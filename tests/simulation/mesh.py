@@ -105,7 +105,9 @@ class Mesh:
         self.leases = LeaseServer()
         for name in plan.coordinators:
             common = _common(name) | {"listen": address("coordinator-0")}
-            self._add(CoordinatorSettings(**common, settle_seconds=0.5, pd_threshold=24), self._coordinator)
+            factor = 1.2 if plan.rebalances else 0.0
+            settings = CoordinatorSettings(**common, settle_seconds=0.5, pd_threshold=24, rebalance=factor)
+            self._add(settings, self._coordinator)
         for name in plan.tokenizers:
             self._add(TokenizerSettings(**_common(name)), _tokenizer)
         for name in plan.encoders:
@@ -118,8 +120,8 @@ class Mesh:
                 _output_processor,
             )
         for name, role in zip(plan.engines, plan.roles, strict=True):
-            settings = _engine_settings(name, role, plan.num_blocks, plan.rows_bytes, moves=plan.migrates)
-            self._add(settings, self._engine)
+            moves = {"moves": plan.migrates, "relieves": plan.rebalances}
+            self._add(_engine_settings(name, role, plan.num_blocks, plan.rows_bytes, **moves), self._engine)
         processors = tuple(address(name) for name in plan.output_processors)
         for name in plan.gateways:
             self._add(_gateway_settings(name, processors, tuple(map(address, plan.tokenizers))), _gateway)
@@ -182,7 +184,9 @@ def _common(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _engine_settings(name: str, role: str, num_blocks: int, rows_bytes: int, *, moves: bool) -> EngineSettings:
+def _engine_settings(
+    name: str, role: str, num_blocks: int, rows_bytes: int, *, moves: bool, relieves: bool
+) -> EngineSettings:
     moves_kv = moves or role != "both"
     return EngineSettings.of(
         **_common(name),
@@ -199,6 +203,7 @@ def _engine_settings(name: str, role: str, num_blocks: int, rows_bytes: int, *, 
         kv_lease_seconds=LEASE_SECONDS,
         kv_load_timeout=2.0,
         drain="migrate" if moves else "finish",
+        move_before_preemption=relieves,
     )
 
 

@@ -105,6 +105,7 @@ class Plan:
         num_encoders: Those that have the files of requests; 0: there are none.
         rows_bytes: Room for rows at each engine.
         migrates: An operator moves running requests from engine to engine all the time, as engines do that drain.
+        rebalances: So does the coordinator, away from engines that are hot or short of blocks.
     """
 
     seed: int
@@ -123,6 +124,7 @@ class Plan:
     num_encoders: int = 0
     rows_bytes: int = 1 << 20
     migrates: bool = False
+    rebalances: bool = False
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -254,7 +256,8 @@ def with_migrations(plan: Plan) -> Plan:
         return Fault(kind, random.uniform(0.0, SECONDS), lasts, random.choice(plan.engines))
 
     asks, faults = [drawn(ask) for ask in plan.asks], [*plan.faults, *(fault() for _ in range(random.randrange(3)))]
-    return replace(plan, migrates=True, asks=asks, faults=sorted(faults, key=lambda each: each.at))
+    faults.sort(key=lambda each: each.at)
+    return replace(plan, migrates=True, rebalances=random.random() < 0.5, asks=asks, faults=faults)
 
 
 def with_chats(plan: Plan) -> Plan:

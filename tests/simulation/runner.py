@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+from unittest.mock import patch
+
+from tokenloom.services.coordinator.engines import rebalancing
+from tokenloom.services.engine.records.engine_metrics import KVMetrics
 
 from .administration import Mover, Operator, with_administration
 from .faults import KINDS, inject
@@ -44,6 +48,7 @@ class Result:
         lies: How many messages were lies, by their types.
         moves: How often clients left gateways, and how often an earlier call took the answer of a later one.
         num_migrations: How often an operator moved an output to another engine.
+        migrations: How many outputs left an engine for another one, by why.
         trace: Hash of every write of the run.
         seconds: Virtual seconds of the run.
     """
@@ -56,6 +61,7 @@ class Result:
     lies: Counter[str] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
     num_migrations: int = 0
+    migrations: Counter[str] = field(default_factory=Counter)
     trace: str = ""
     num_frames: int = 0
     seconds: float = 0.0
@@ -99,7 +105,7 @@ def run_plan(plan: Plan, on_idle: Callable[[], object] = lambda: None) -> Result
     result = Result(plan)
     gc.freeze()
     gc.disable()
-    with _reported(result):
+    with _reported(result), _hasty(result):
         loop = _run_plan(plan, result, on_idle)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what ends in the middle never awaits its last calls
@@ -124,6 +130,18 @@ def _reported(result: Result) -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+@contextmanager
+def _hasty(result: Result) -> Iterator[None]:
+    """Rebalance within the few seconds of a run, and count what moves."""
+
+    def observe_move(_: KVMetrics, why: str) -> None:
+        result.migrations[why] += 1
+
+    seconds = {"HOT_SECONDS": 0.2, "APART_SECONDS": 0.1, "REST_SECONDS": 1.0}
+    with patch.multiple(rebalancing, MARGIN=2, **seconds), patch.object(KVMetrics, "observe_move", observe_move):
+        yield
 
 
 def _run_plan(plan: Plan, result: Result, on_idle: Callable[[], object]) -> VirtualLoop:

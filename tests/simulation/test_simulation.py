@@ -97,8 +97,11 @@ def test_requests_that_move_lose_no_token(seed: int) -> None:
     assert not run_seed(seed, has_migrations=True, has_states=seed % 3 == 0, has_liars=seed % 4 == 1).violations
 
 
-def test_many_requests_move() -> None:
-    assert sum(run_seed(seed, has_migrations=True).num_migrations for seed in range(MIGRATION_SEEDS)) > MIGRATION_SEEDS
+def test_many_requests_move_for_every_reason() -> None:
+    results = [run_seed(seed, has_migrations=True) for seed in range(MIGRATION_SEEDS)]
+    assert sum(result.num_migrations for result in results) > MIGRATION_SEEDS
+    counted = sum((result.migrations for result in results), Counter[str]())
+    assert counted.keys() >= {"operator", "drain", "rebalance", "preemption"}, counted
 
 
 def test_blocks_that_are_read_too_early_are_found() -> None:

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,13 +49,15 @@ from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
 MOVES = 3
 """Of each output."""
-LENGTHS = (80, 120)
+LENGTHS = (100, 140)
 """Bounds of the tokens of an answer that nothing else ends: three moves fit, with room between."""
-_MOVE_TOKENS = 14
+_MOVE_TOKENS = 20
 """An output goes on for about so many tokens while it moves."""
 _LONGEST_WAIT = 40
 """Tokens before a move at most: an answer may end long before its limit."""
 _STEP_SECONDS = 0.01
+_PAUSE_MILLISECONDS = 10.0
+"""By which a pause may exceed a step, on a machine that has time for all of the mesh."""
 _TIMEOUT = 180.0
 _LOOK_SECONDS = 0.002
 _TOLERANCE = {"hash": 0.0, "model": 1e-4}
@@ -96,13 +98,15 @@ class Mover:
     """Moves each output three times while :meth:`running` lasts, each time after a random number of its tokens.
 
     Attributes:
-        moved: How often each output has moved, by its id.
+        moved: How often outputs have moved, by the id that the samples of a request share.
+        sizes: How many outputs have that id.
         kinds: Of the outputs, by their ids.
     """
 
     def __init__(self, mesh: SplitMesh, cases: Sequence[Case], rng: random.Random, reasons: Counter[str]) -> None:
         """``reasons``: counts why outputs stayed."""
         self.moved: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
         self.kinds: dict[str, str] = {}
         self._mesh = mesh
         self._cases = cases
@@ -125,9 +129,11 @@ class Mover:
 
     async def _watch(self) -> None:
         while True:
-            for engine in self._mesh.engines:
-                service: Any = engine.service
-                for attempt in service.engine.core.movable(""):
+            services: Any = [engine.service for engine in self._mesh.engines]
+            running = [service.engine.core.movable("") for service in services]
+            self.sizes |= Counter(attempt.request_id for attempts in running for attempt in attempts)
+            for engine, attempts in zip(self._mesh.engines, running, strict=True):
+                for attempt in attempts:
                     self._look(engine, attempt)
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -136,18 +142,22 @@ class Mover:
         name, num_tokens = attempt.request_id, attempt.tokens.output
         is_moving = name in self._calls and not self._calls[name].done()
         request = engine.core.scheduler.requests.get(attempt.key)
-        if is_moving or not num_tokens or request is None or self.moved[name] == MOVES:
+        if is_moving or not num_tokens or request is None or self.times(name) == MOVES:
             return
         if name not in self.kinds:
             self.kinds[name] = self._kind(request)
         if name not in self._due:
-            room = (request.max_num_tokens - request.num_tokens) // (MOVES - self.moved[name]) - _MOVE_TOKENS
+            room = (request.max_num_tokens - request.num_tokens) // (MOVES - self.times(name)) - _MOVE_TOKENS
             self._due[name] = num_tokens + self._rng.randint(0, min(max(room, 0), _LONGEST_WAIT))
         if num_tokens >= self._due[name]:
             del self._due[name]
             if name in self._calls:
                 self._calls[name].result()
             self._calls[name] = asyncio.create_task(self._move(engine, name))
+
+    def times(self, name: str) -> int:
+        """Return how often each output of an id has moved."""
+        return self.moved[name] // self.sizes[name]
 
     async def _move(self, engine: SplitEngine, name: str) -> None:
         async with ready_channel(self._mesh.address(engine.name)) as channel:
@@ -236,7 +246,8 @@ class Campaign:
             elif (text := difference(one, other, self._tolerance)) is not None:
                 found.wrong.append(f"round {number}, {case.name}: {text}")
         for name, kind in mover.kinds.items():
-            found.moves.setdefault(kind.rstrip(" 0123456789"), Counter())[str(mover.moved[name])] += 1
+            counts = found.moves.setdefault(kind.rstrip("0123456789").rstrip(), Counter())
+            counts[str(mover.times(name))] += mover.sizes[name]
         await self._forget()
         return found
 
@@ -320,7 +331,7 @@ async def _run(arguments: argparse.Namespace, directory: Path, done: list[Round]
             found = await made.run(number)
             done.append(found)
             with arguments.results.open("a") as file:
-                file.write(json.dumps(asdict(found)) + "\n")
+                file.write(json.dumps(vars(found)) + "\n")
             seconds = time.monotonic() - started
             print(f"round {number}: {found.requests} requests, {found.num_moves} moves, {seconds:.0f} s", flush=True)
             for text in found.wrong:
@@ -344,9 +355,12 @@ def report(done: Sequence[Round]) -> int:
     print(*(f"{count:5} stayed: {reason}" for reason, count in reasons.most_common()), sep="\n")
     pauses = [each for found in done for each in found.pauses]
     steps = [each for found in done for each in found.steps]
-    for name, values in (("pause of a move", pauses), ("step", steps)):
+    for name, values in (("pause of a move", pauses), ("between two tokens of one engine", steps)):
         p50, p99 = _percentile(values, 0.5), _percentile(values, 0.99)
         print(f"{name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms of {len(values)}")
+    limit = _percentile(steps, 0.5) + _PAUSE_MILLISECONDS
+    within = sum(value <= limit for value in pauses)
+    print(f"{within} of {len(pauses)} pauses are within the median of these + {_PAUSE_MILLISECONDS:g} ms")
     wrong = [text for each in done for text in each.wrong]
     num_requests, num_moves = sum(each.requests for each in done), sum(each.num_moves for each in done)
     print(f"{num_requests} requests, {num_moves} moves, {len(wrong)} wrong or failed; no engine holds anything")

@@ -79,7 +79,7 @@ class EngineIdentity(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., parallel_config_hash: _Optional[bytes] = ..., computes_in_waves: _Optional[bool] = ..., data_parallel_group: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_boundary: _Optional[int] = ..., plugins: _Optional[_Iterable[str]] = ..., kv_store: _Optional[bytes] = ...) -> None: ...
 
 class EngineReport(_message.Message):
-    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens", "start_wave", "wave_complete", "group_size", "fall_backs", "join", "progress")
+    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens", "start_wave", "wave_complete", "group_size", "fall_backs", "join", "progress", "short_of_blocks")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class EngineReport(_message.Message):
     FALL_BACKS_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SHORT_OF_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     identity: EngineIdentity
     role: _types_pb2.EngineRole
@@ -132,7 +133,8 @@ class EngineReport(_message.Message):
     fall_backs: _containers.RepeatedCompositeFieldContainer[_types_pb2.FallBack]
     join: JoinFacts
     progress: StateProgress
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ..., start_wave: _Optional[int] = ..., wave_complete: _Optional[int] = ..., group_size: _Optional[int] = ..., fall_backs: _Optional[_Iterable[_Union[_types_pb2.FallBack, _Mapping]]] = ..., join: _Optional[_Union[JoinFacts, _Mapping]] = ..., progress: _Optional[_Union[StateProgress, _Mapping]] = ...) -> None: ...
+    short_of_blocks: bool
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ..., start_wave: _Optional[int] = ..., wave_complete: _Optional[int] = ..., group_size: _Optional[int] = ..., fall_backs: _Optional[_Iterable[_Union[_types_pb2.FallBack, _Mapping]]] = ..., join: _Optional[_Union[JoinFacts, _Mapping]] = ..., progress: _Optional[_Union[StateProgress, _Mapping]] = ..., short_of_blocks: _Optional[bool] = ...) -> None: ...
 
 class JoinFacts(_message.Message):
     __slots__ = ("incarnation", "supervisor", "start_role", "start_weights", "weights_path", "desired")
@@ -199,12 +201,13 @@ class EngineSetting(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., start_role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., weights_path: _Optional[str] = ..., start_weights: _Optional[bytes] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
-    __slots__ = ("hello", "drain", "adapters", "start_wave", "data_parallel_size", "report_interval", "waits_aside", "desired", "incarnation")
+    __slots__ = ("hello", "drain", "adapters", "start_wave", "data_parallel_size", "relief", "report_interval", "waits_aside", "desired", "incarnation")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     START_WAVE_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RELIEF_FIELD_NUMBER: _ClassVar[int]
     REPORT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     WAITS_ASIDE_FIELD_NUMBER: _ClassVar[int]
     DESIRED_FIELD_NUMBER: _ClassVar[int]
@@ -214,17 +217,28 @@ class EngineCommand(_message.Message):
     adapters: AdapterChanges
     start_wave: int
     data_parallel_size: int
+    relief: Relief
     report_interval: _duration_pb2.Duration
     waits_aside: str
     desired: DesiredState
     incarnation: int
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ..., start_wave: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waits_aside: _Optional[str] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ..., start_wave: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., relief: _Optional[_Union[Relief, _Mapping]] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waits_aside: _Optional[str] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)
     GRACE_FIELD_NUMBER: _ClassVar[int]
     grace: _duration_pb2.Duration
     def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Relief(_message.Message):
+    __slots__ = ("target", "count", "before_preemption")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    target: str
+    count: int
+    before_preemption: bool
+    def __init__(self, target: _Optional[str] = ..., count: _Optional[int] = ..., before_preemption: _Optional[bool] = ...) -> None: ...
 
 class AdapterChanges(_message.Message):
     __slots__ = ("load", "unload")

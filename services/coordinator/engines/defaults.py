@@ -9,6 +9,8 @@ PLACEMENT: Final = "score"
 """The rule by which engines are compared: one that an operator can compute from two counts."""
 PLACEMENTS = ("score", "cost")
 """The rules that are built in."""
+LEAST_FACTOR = 1.2
+"""By which engines must differ before requests move: the counts of equally loaded ones differ by some percent."""
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines to re-join before it calls its view complete."""
 PREFIX_INDEX_MIB = 256

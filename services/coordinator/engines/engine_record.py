@@ -375,7 +375,9 @@ class EngineRecord:
         self.refresh(now)
 
 
-_OF_ENGINE_ALONE = ("computed_tokens_per_second", "prefilling_tokens", "start_wave", "wave_complete")
+_OF_ENGINE_ALONE = (
+    *("computed_tokens_per_second", "prefilling_tokens", "start_wave", "wave_complete", "short_of_blocks"),
+)
 
 
 def _shown(report: EngineReport) -> EngineReport:

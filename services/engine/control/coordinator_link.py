@@ -59,6 +59,9 @@ class Commands(Protocol):
     def take_state(self, wanted: coordinator_pb2.DesiredState) -> None:
         """Reach the state that operators want; with revision 0 none is wanted."""
 
+    def relieve(self, relief: coordinator_pb2.Relief) -> None:
+        """Let running requests go on at another engine, which has less to do."""
+
     def wait_aside(self, reason: str) -> None:
         """Note that the engine gets no requests, because others serve its model's name; with an empty ``reason`` that
         it gets some again."""
@@ -248,6 +251,8 @@ class CoordinatorLink:
                 commands.start_wave(command.start_wave)
             if command.HasField("desired"):
                 commands.take_state(command.desired)
+            if command.HasField("relief"):
+                commands.relieve(command.relief)
             if command.HasField("waits_aside"):
                 commands.wait_aside(command.waits_aside)
             if command.HasField("data_parallel_size"):
@@ -275,6 +280,7 @@ class CoordinatorLink:
             start_wave=None if group is None else group.start_wave,
             wave_complete=None if group is None else group.wave_complete,
             group_size=group.size if group is not None and group.is_member else 0,
+            short_of_blocks=self._load.is_short,
         )
         for each in self._fall_backs.active:
             report.fall_backs.add(kind=each.kind, detail=each.detail)

@@ -23,7 +23,7 @@ from tokenloom.engine_core.data.kv_messages import (
 from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.request import errors
-from tokenloom.request.errors import InvalidArgument, TokenloomError, Unimplemented
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument, TokenloomError, Unimplemented
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.host_dependencies import Network, Port
 from tokenloom.services.runtime.host.limits import GrpcLimits
@@ -36,6 +36,7 @@ from tokenloom.v1 import coordinator_pb2, engine_pb2, kv_transfer_pb2, kv_transf
 from ..core.core_link import CoreLink
 from ..records.attempt import Attempt
 from ..records.core_request import LEASE_ID_BYTES
+from ..records.engine_metrics import MoveReason
 from ..records.engine_settings import EngineSettings
 from ..records.load import LoadTracker
 from .kv_loads import KVLink, KVLoads, ReaderConfig
@@ -189,19 +190,42 @@ class KVMoves:
         self._random = random
         self._tasks = Tasks(lambda error: log.error("a request could not be moved", exc_info=error))
         self._moving: dict[asyncio.Task[str], Attempt] = {}
+        self._relief: asyncio.Task[None] | None = None
+        self._is_leaving = False
 
-    async def move(self, request_id: str, target: str) -> list[tuple[Attempt, str]]:
+    async def move(self, request_id: str, target: str, why: MoveReason) -> list[tuple[Attempt, str]]:
         """Move the attempts at a request, or all if it is empty, to an engine, or to any if it is empty. Returns them,
         when each has ended or stays, with why it stays; empty for one that has ended. If it is cancelled, they move on
-        all the same."""
-        moves = {self._begin(attempt, target): attempt for attempt in self._core.movable(request_id)}
+        all the same. Raises ``FailedPrecondition`` if all of them leave because the engine ends."""
+        if self._is_leaving:
+            raise FailedPrecondition("the engine drains, and all of its requests leave it")
+        moves = {self._begin(attempt, target, why): attempt for attempt in self._core.movable(request_id)}
         causes: Sequence[str] = await asyncio.gather(*map(asyncio.shield, moves))
         return list(zip(moves.values(), causes, strict=True))
+
+    def relieve(self, target: str, count: int, *, before_preemption: bool) -> None:
+        """Move some of the attempts that run to an engine that has less to do, unless an earlier call still does.
+        ``before_preemption``: those that would be preempted first."""
+        if not self._is_leaving and (self._relief is None or self._relief.done()):
+            self._relief = self._tasks.spawn(self._relieve(target, count, before_preemption), name="relief")
+
+    async def _relieve(self, target: str, count: int, before_preemption: bool) -> None:
+        try:
+            keys = await self._core.call("requests_to_lend", count, before_preemption)
+        except TokenloomError as error:  # the core is dead, or that of another server
+            log.info("no request leaves this engine for %s: %s", target, error.message)
+            return
+        attempts = {attempt.key: attempt for attempt in self._core.movable("")}
+        why: MoveReason = "preemption" if before_preemption else "rebalance"
+        chosen = [attempts[key] for key in keys if key in attempts] if isinstance(keys, list) else []
+        if not self._is_leaving:
+            await asyncio.gather(*(self._begin(attempt, target, why) for attempt in chosen))
 
     async def leave(self, error: TokenloomError) -> None:
         """Move all attempts, because the engine ends, and return when none of them is left, nor of those that move
         already. One that cannot move ends with ``error``, as one at which the output processor replays it elsewhere."""
-        moves = {**self._moving, **{self._begin(attempt, ""): attempt for attempt in self._core.movable("")}}
+        self._is_leaving = True  # a move that another one begins would take the end of an attempt from this one
+        moves = {**self._moving, **{self._begin(attempt, "", "drain"): attempt for attempt in self._core.movable("")}}
         await asyncio.gather(*(self._leave(attempt, move, error) for move, attempt in moves.items()))
 
     async def close(self) -> None:
@@ -219,7 +243,7 @@ class KVMoves:
         attempt.kv.on_settled = ended.set
         await ended.wait()
 
-    def _begin(self, attempt: Attempt, target: str) -> "asyncio.Task[str]":
+    def _begin(self, attempt: Attempt, target: str, why: MoveReason) -> "asyncio.Task[str]":
         """Move an attempt in a task of its own: what the core answers is to be noted, also if the caller
         does not wait for it any more."""
         settled, lease_id = asyncio.Event(), self._random.randbytes(LEASE_ID_BYTES)
@@ -227,12 +251,12 @@ class KVMoves:
         # Before anything is awaited: another move would take it for one of its own. And before the core knows: its
         # answer and the request's end may be read in the same turn.
         attempt.kv.move(lease_id, target)
-        move = self._tasks.spawn(self._move(attempt, lease_id, settled), name=f"move {attempt.request_id}")
+        move = self._tasks.spawn(self._move(attempt, lease_id, settled, why), name=f"move {attempt.request_id}")
         self._moving[move] = attempt
         move.add_done_callback(self._moving.pop)
         return move
 
-    async def _move(self, attempt: Attempt, lease_id: bytes, settled: asyncio.Event) -> str:
+    async def _move(self, attempt: Attempt, lease_id: bytes, settled: asyncio.Event, why: MoveReason) -> str:
         if attempt.finish_reason is not None:  # since it was found
             return ""
         try:
@@ -247,6 +271,8 @@ class KVMoves:
                 attempt.kv.stay()
             return str(cause)
         await settled.wait()
+        if attempt.finish_reason is FinishReason.PREFILLED:
+            self._core.metrics.kv.observe_move(why)
         return "" if attempt.finish_reason is not None else "no other engine took it, or its blocks were needed"
 
 

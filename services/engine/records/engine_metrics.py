@@ -6,6 +6,7 @@ Metrics of KV that moves between engines are named ``tokenloom_…`` because vLL
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -122,6 +123,8 @@ class LoraMetrics:
 
 
 PREFIX = "tokenloom_"
+MoveReason: TypeAlias = Literal["operator", "drain", "role", "rebalance", "preemption"]
+"""Why a running request goes on at another engine."""
 
 
 class KVMetrics:
@@ -150,6 +153,12 @@ class KVMetrics:
             (*labels, "reason"),
             registry=registry,
         )
+        self._moves = Counter(
+            f"{PREFIX}kv_moves",
+            "Running requests that left for another engine, with their KV, by why they were to.",
+            (*labels, "reason"),
+            registry=registry,
+        )
         self._preempted = Counter(
             f"{PREFIX}preempted_states",
             "Preempted requests of a model that keeps states which began again: from states kept in memory, loaded "
@@ -161,6 +170,8 @@ class KVMetrics:
         leases.labels(*self._labels).set_function(lambda: self._seen.num_leases)
         for reason in KV_FAILURES:  # a rate needs a first value
             self._recomputes.labels(*self._labels, reason)
+        for why in get_args(MoveReason):
+            self._moves.labels(*self._labels, why)
         for outcome in PREEMPTED_OUTCOMES:
             self._preempted.labels(*self._labels, outcome)
 
@@ -172,6 +183,10 @@ class KVMetrics:
     def observe_recompute(self, reason: str) -> None:
         """Count a request that went to the core without the KV of another engine."""
         self._recomputes.labels(*self._labels, reason).inc()
+
+    def observe_move(self, why: MoveReason) -> None:
+        """Count a request that left for another engine."""
+        self._moves.labels(*self._labels, why).inc()
 
     def observe_stats(self, stats: SchedulerStats) -> None:
         """Take the present values of the core's counters."""

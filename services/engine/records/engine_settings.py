@@ -139,6 +139,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "
         "the rest to other instances; migrate moves all of them at once, with their KV if --kv-transports is set.",
     ] = "finish"
+    move_before_preemption: Annotated[
+        bool,
+        "Before the KV blocks run out, let the request that would be preempted first go on with its KV at an engine "
+        "that has room. One that has not left in time is preempted and computed again. Needs --kv-transports.",
+    ] = False
     max_waiting: Annotated[
         Count,
         "Requests that may wait in addition to those in the batch, a bound of the engine's memory: the gateways' "
@@ -183,6 +188,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         self._check_remote()
         if self.engine.kv.role == "prefill" and not self.kv_listen:
             raise ValueError("--kv-listen: other engines continue what a prefill engine begins; give it an address")
+        if self.move_before_preemption and not (self.kv_listen and self.kv_transports):
+            raise ValueError(
+                "--move-before-preemption: requests move between engines that exchange KV; set --kv-transports and "
+                "--kv-listen"
+            )
         if self.staged_weights_dir and self.engine.worker.load_format != "auto":
             wanted = "tensors replace those of safetensors files only; leave out --load-format"
             raise ValueError(f"--staged-weights-dir: load_format is {self.engine.worker.load_format}, but {wanted}")
@@ -198,7 +208,7 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
             if self.remote_vllm_key_file is not None:
                 raise ValueError("--remote-vllm-key-file is of no use without --remote-vllm")
             return
-        front = ("enable_prompt_embeds", "kv_events_config", "plugins", "staged_weights_dir")
+        front = ("enable_prompt_embeds", "kv_events_config", "move_before_preemption", "plugins", "staged_weights_dir")
         given = [
             flag(name)
             for name, option in options_of(type(self)).items()

@@ -155,6 +155,13 @@ class StepRates:
         )
 
 
+_MOVE_SECONDS: Final = 0.3
+"""From a report that blocks are short until the first request has left: a tick of the coordinator, and the copy."""
+_MOVE_STEPS: Final = 8
+"""For so many steps a request goes on while its blocks are copied."""
+_LEAST_STEP_SECONDS: Final = 0.005
+"""Of an engine whose steps are not measured yet, or so short that blocks are gone before any request could move."""
+
 MAX_PICKS = 4096
 """Bound of the picks to acknowledge; the newest are kept. A coordinator ignores picks made before it started."""
 
@@ -193,6 +200,7 @@ class LoadTracker:
         group: The state of its data-parallel group; None: it belongs to none.
         urgent: Set when a change must be reported at once; cleared when it is reported.
         progress: How far the engine is with the state that operators want.
+        is_short: Whether its KV blocks will soon not suffice for the requests that run, if that is watched.
     """
 
     def __init__(self, max_num_seqs: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -208,6 +216,8 @@ class LoadTracker:
         self.group: GroupState | None = None
         self.urgent = asyncio.Event()
         self.progress = coordinator_pb2.StateProgress()
+        self.is_short = False
+        self._block_size = 0  # 0: nobody wants to know whether blocks are short
         self._max_live = max_num_seqs + max_waiting
         self._clock = clock
         self._rates = QueueRates(max_num_seqs)
@@ -312,7 +322,24 @@ class LoadTracker:
                 self.set_loras(stats.loras)
             if (old.num_waiting, old.num_running) != (stats.num_waiting, stats.num_running):
                 self.changed.set()
+            if self._block_size:
+                self._look_at_blocks(stats)
             self._wake()
+
+    def watch_blocks(self, block_size: int) -> None:
+        """Report from now on when KV blocks, of ``block_size`` tokens, are short."""
+        self._block_size = block_size
+
+    def _look_at_blocks(self, stats: SchedulerStats) -> None:
+        """Note whether the free blocks last for as long as it takes to move a request."""
+        num_steps = _MOVE_STEPS + _MOVE_SECONDS / max(self._steps.step_seconds, _LEAST_STEP_SECONDS)
+        reserve = stats.num_running * math.ceil(num_steps / self._block_size)
+        reserve += stats.num_prefilling_tokens // self._block_size
+        was_short, self.is_short = self.is_short, stats.num_running > 1 and stats.num_free_blocks < reserve
+        if self.is_short:
+            self.changed.set()
+        if self.is_short and not was_short:
+            self.urgent.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until ``holds`` returns true. It is called whenever a request ends or the core sends statistics."""

@@ -26,6 +26,7 @@ from tokenloom.preflight.host import (
 from tokenloom.preflight.model import check_checkpoint, check_texts
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.engine.records.engine_settings import (
     EngineSettings,
@@ -98,16 +99,32 @@ def _with_drafts(engine: EngineConfig, path: Path) -> EngineConfig:
 
 
 def _engine_settings(options: MeshOptions) -> EngineSettings:
-    """Return the options of the engines, as they will read them. Raises ``CannotServe``."""
+    """Return the options of the first engine, as it will read them. Raises ``CannotServe``."""
+    # Its role says whether it exchanges KV without --kv-transports.
+    role = () if not options.engine_roles else ("--role", options.engine_roles[0])
+    flags = (*options.flags.get("engine", ()), *role)
     try:
-        settings = EngineSettings.read(options.flags.get("engine", ()), options.environment.get("engine", {}))
+        settings = EngineSettings.read(flags, options.environment.get("engine", {}))
         # The supervisor sets the size of a group, over whose engines experts are spread, when it starts each engine.
         parallel = replace(settings.engine.parallel, data_parallel_size=options.ranks.size or 1)
         settings = replace(settings, engine=replace(settings.engine, parallel=parallel, plugins=settings.plugins))
     except ValueError as error:
         raise CannotServe(f"engine: {error}") from None
     _check_kv_events(settings.kv_events_config, options)
+    _check_rebalance(settings, options)
     return settings
+
+
+def _check_rebalance(settings: EngineSettings, options: MeshOptions) -> None:
+    """Check that the engines can move requests if the coordinator is to. Raises ``CannotServe``."""
+    try:
+        coordinator = CoordinatorSettings.read(
+            options.flags.get("coordinator", ()), options.environment.get("coordinator", {})
+        )
+    except ValueError as error:
+        raise CannotServe(f"coordinator: {error}") from None
+    if coordinator.rebalance and not settings.kv_transports:
+        raise CannotServe("--rebalance: requests move between engines that exchange KV; set --kv-transports")
 
 
 def _check_kv_events(config: KVEventsConfig | None, options: MeshOptions) -> None:

@@ -101,7 +101,7 @@ class FakeCore:
         return await self._outputs.get()
 
     async def call_utility(self, method: str, *args: object) -> object:
-        assert method in ("check_health", "fall_backs", "lend_request"), method
+        assert method in ("check_health", "fall_backs", "lend_request", "requests_to_lend"), method
         return "it waits to run" if method == "lend_request" else None
 
     async def kv_send(self, call: KVCall) -> None:

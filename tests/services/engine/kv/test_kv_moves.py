@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
+
+import pytest
 
 from tokenloom.engine_core.data.kv_messages import ENDS_SOON
 from tokenloom.engine_core.data.messages import FinishReason
-from tokenloom.request.errors import TokenloomError, TryElsewhere, Unavailable
+from tokenloom.request.errors import FailedPrecondition, TokenloomError, TryElsewhere, Unavailable
 from tokenloom.services.engine.kv.kv_front import KVMoves, counted
 from tokenloom.services.engine.records.attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
 from tokenloom.v1.engine_pb2 import MoveRequestsResponse
@@ -30,14 +33,19 @@ class FakeCore:
         self.lend = lend
         self.failed: list[str] = []
         self.asked: list[tuple[object, ...]] = []
+        self.best: list[str] = []
+        self.counted: list[str] = []
+        self.metrics = SimpleNamespace(kv=SimpleNamespace(observe_move=self.counted.append))
 
     def movable(self, request_id: str) -> list[Attempt]:
         return [each for each in self.attempts if request_id in ("", each.request_id) and not each.kv.lease_id]
 
     async def call(self, method: str, *args: object) -> object:
+        await asyncio.sleep(0)
+        if method == "requests_to_lend":
+            return self.best[: int(str(args[0]))]
         assert method == "lend_request"
         self.asked.append(args)
-        await asyncio.sleep(0)
         return self.lend(next(each for each in self.attempts if each.key == args[0]))
 
     def fail(self, each: Attempt, error: TokenloomError) -> None:
@@ -59,7 +67,7 @@ def moves_of(core: FakeCore) -> KVMoves:
 
 async def test_an_attempt_is_lent_with_the_tokens_that_it_began_with() -> None:
     core = FakeCore([attempt(1), attempt(2)], lambda _: "")
-    moving = asyncio.create_task(moves_of(core).move("request-1", "engine-1"))
+    moving = asyncio.create_task(moves_of(core).move("request-1", "engine-1", "operator"))
     await until(lambda: core.asked)
     [(key, lease_id, num_given)] = core.asked
     one = core.attempts[0]
@@ -69,6 +77,7 @@ async def test_an_attempt_is_lent_with_the_tokens_that_it_began_with() -> None:
     assert not moving.done()
     end(one, FinishReason.PREFILLED)
     assert counted(await moving) == MoveRequestsResponse(moved=1)
+    assert core.counted == ["operator"]
 
 
 async def test_attempts_that_end_at_any_moment_are_not_waited_for() -> None:
@@ -81,7 +90,7 @@ async def test_attempts_that_end_at_any_moment_are_not_waited_for() -> None:
         return ""
 
     core = FakeCore([attempt(1), attempt(2), attempt(3)], lend)
-    moving = asyncio.create_task(moves_of(core).move("", ""))
+    moving = asyncio.create_task(moves_of(core).move("", "", "operator"))
     end(core.attempts[0], FinishReason.ABORT)
     await until(lambda: len(core.asked) == 2)
     end(core.attempts[2], FinishReason.STOP)
@@ -95,7 +104,7 @@ async def test_what_stays_says_why() -> None:
         return "" if each.slot == 1 else ENDS_SOON
 
     core = FakeCore([attempt(1), attempt(2), attempt(3)], lend)
-    moving = asyncio.create_task(moves_of(core).move("", ""))
+    moving = asyncio.create_task(moves_of(core).move("", "", "operator"))
     await until(lambda: len(core.asked) == 3)
     core.attempts[0].kv.stay()
     told = counted(await moving)
@@ -122,7 +131,7 @@ async def test_whoever_stops_waiting_leaves_nothing_half_done() -> None:
     """An attempt that stays may move again, and one that was lent is waited for by the next who asks."""
     core = FakeCore([attempt(1), attempt(2)], lambda each: "" if each.slot == 1 else "it waits to run")
     moves = moves_of(core)
-    moving = asyncio.create_task(moves.move("", ""))
+    moving = asyncio.create_task(moves.move("", "", "operator"))
     await until(lambda: len(core.asked) == 2)
     moving.cancel()
     await asyncio.gather(moving, return_exceptions=True)
@@ -140,10 +149,59 @@ async def test_whoever_stops_waiting_leaves_nothing_half_done() -> None:
 async def test_two_who_ask_at_once_lend_an_attempt_once() -> None:
     core = FakeCore([attempt(1)], lambda _: "")
     moves = moves_of(core)
-    both = [asyncio.create_task(moves.move("", "")) for _ in range(2)]
+    both = [asyncio.create_task(moves.move("", "", "operator")) for _ in range(2)]
     await until(lambda: core.asked)
     await asyncio.sleep(0)
     [(_, lease_id, _)] = core.asked
     assert core.attempts[0].kv.lease_id == lease_id
     end(core.attempts[0], FinishReason.PREFILLED)
     assert sorted(len(told) for told in await asyncio.gather(*both)) == [0, 1]
+
+
+async def test_a_move_that_comes_during_a_drain_does_not_take_the_end_from_it() -> None:
+    core = FakeCore([attempt(1)], lambda _: ENDS_SOON)
+    moves = moves_of(core)
+    leaving = asyncio.create_task(moves.leave(TryElsewhere("it ends")))
+    await until(lambda: core.asked)
+    await asyncio.sleep(0)
+    with pytest.raises(FailedPrecondition, match="drains"):
+        await moves.move("", "", "operator")
+    moves.relieve("engine-1", 1, before_preemption=False)
+    end(core.attempts[0], FinishReason.LENGTH)
+    async with asyncio.timeout(10):
+        await leaving
+
+
+@pytest.mark.parametrize("before_preemption", [False, True])
+async def test_an_engine_is_relieved_of_some_at_a_time(before_preemption: bool) -> None:
+    core = FakeCore([attempt(number) for number in (1, 2, 3)], lambda _: "")
+    core.best = ["1.2", "1.7", "1.3", "1.1"]  # one has ended meanwhile
+    moves = moves_of(core)
+    for target in ("engine-1", "engine-2"):  # the second order comes while the first one is obeyed
+        moves.relieve(target, 3, before_preemption=before_preemption)
+    await until(lambda: len(core.asked) == 2)
+    assert [(each.key, each.kv.target) for each in core.attempts] == [
+        ("1.1", None),
+        ("1.2", "engine-1"),
+        ("1.3", "engine-1"),
+    ]
+    for each in core.attempts[1:]:
+        end(each, FinishReason.PREFILLED)
+    await until(lambda: len(core.counted) == 2)
+    assert core.counted == 2 * ["preemption" if before_preemption else "rebalance"]
+    await until(lambda: moves._relief is not None and moves._relief.done())
+    moves.relieve("engine-2", 4, before_preemption=before_preemption)
+    await until(lambda: len(core.asked) == 3)
+    assert core.attempts[0].kv.target == "engine-2"
+    end(core.attempts[0], FinishReason.ABORT)
+    await moves.close()
+    assert len(core.counted) == 2
+
+
+async def test_an_engine_whose_core_cannot_say_what_to_lend_keeps_all() -> None:
+    core = FakeCore([attempt(1)], lambda _: "")
+    core.best = []
+    moves = moves_of(core)
+    moves.relieve("engine-1", 1, before_preemption=True)
+    await until(lambda: moves._relief is not None and moves._relief.done())
+    assert not core.asked

@@ -143,6 +143,14 @@ def test_steps_overlap_by_default_where_ray_finds_the_gpus(option: str, monkeypa
         assert for_checkpoint(config, "").scheduler.async_scheduling is expected
 
 
+def test_requests_move_only_between_engines_that_exchange_kv() -> None:
+    for values in ({}, {"kv_transports": ("shm",), "kv_listen": ""}):
+        with pytest.raises(ValueError, match=r"--move-before-preemption: .* set --kv-transports"):
+            EngineSettings.of(listen="127.0.0.1:0", move_before_preemption=True, **values)
+    for values in ({"kv_transports": ("shm",)}, {"role": "decode"}):
+        assert EngineSettings.of(listen="127.0.0.1:0", move_before_preemption=True, **values).move_before_preemption
+
+
 def test_a_prefill_engine_has_an_address_for_its_kv() -> None:
     """The coordinator would refuse all of its reports but the first."""
     with pytest.raises(ValueError, match="--kv-listen: "):

@@ -71,3 +71,22 @@ def test_a_request_that_reached_the_core_uncounted_hides_no_later_one() -> None:
     load.handed_over(10)
     load.observe(EngineCoreOutputs(num_requests_added=1, scheduler_stats=SchedulerStats()))
     assert load.snapshot().waiting_tokens == 10
+
+
+def test_blocks_are_short_before_they_are_gone_if_that_is_watched() -> None:
+    def observed(load: LoadTracker, num_running: int, num_free: int) -> tuple[bool, bool]:
+        load.urgent.clear()
+        stats = SchedulerStats(num_running=num_running, num_free_blocks=num_free)
+        load.observe(EngineCoreOutputs(scheduler_stats=stats))
+        return load.is_short, load.urgent.is_set()
+
+    unwatched, watched = LoadTracker(64, 4), LoadTracker(64, 4)
+    watched.watch_blocks(16)
+    assert observed(unwatched, 20, 0) == (False, False)
+    # The steps take 5 ms, as far as is known: each of 20 requests fills 5 blocks while one of them moves.
+    assert observed(watched, 20, 100) == (False, False)
+    assert observed(watched, 20, 99) == (True, True)
+    assert observed(watched, 20, 90) == (True, False), "it is reported once at once, and then with the other reports"
+    assert watched.changed.is_set()
+    assert observed(watched, 20, 200) == (False, False)
+    assert observed(watched, 1, 0) == (False, False), "there is no other request that needs its blocks"

@@ -306,3 +306,13 @@ def test_where_vllm_computes_its_models_are_not_ours_to_refuse(started: list[Mes
     assert len(started) == 1
     result = CliRunner().invoke(app, [*remote, "--engines", "2"])
     assert result.exit_code == 0, result.output
+
+
+def test_options_that_move_requests_need_engines_that_exchange_kv(started: list[MeshOptions]) -> None:
+    for option, words in (("--rebalance=2", "--rebalance: "), ("--move-before-preemption",) * 2):
+        for roles, status in (((), 2), (("--kv-transports", "shm"), 0), (("--prefill", "1", "--decode", "1"), 0)):
+            result = CliRunner().invoke(app, ["serve", "--worker", "hash", "--port", "0", option, *roles])
+            assert result.exit_code == status, result.output
+            assert (words in result.output and "--kv-transports" in result.output) == bool(status)
+    assert CliRunner().invoke(app, ["serve", "--rebalance", "1.1", "--kv-transports", "shm"]).exit_code == 2
+    assert len(started) == 4

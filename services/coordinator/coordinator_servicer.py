@@ -46,7 +46,7 @@ from .engines.encoders import ENCODE
 from .engines.engine_record import check_identity, check_report
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, ReportPace, to_duration
-from .engines.rebalancing import Rebalancer, load_of
+from .engines.rebalancing import Rebalancer, counts_of
 from .feed.snapshot_feed import SnapshotFeed
 from .picks.pick_slices import PickMetrics, PickSlices
 from .picks.placed import Placed
@@ -407,8 +407,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     def _rebalance(self, rebalancer: Rebalancer, now: float) -> None:
         """Let engines that have much more to do than others give requests to them."""
         self._is_short = False
-        loads = [load_of(stream.record) for stream in self._streams.values()]
-        for order in rebalancer.orders(loads, now):
+        engines = [counts_of(stream.record) for stream in self._streams.values()]
+        for order in rebalancer.orders(engines, now):
             relief = Relief(target=order.target, count=order.count, before_preemption=order.before_preemption)
             with contextlib.suppress(ResourceExhausted):  # the next time
                 self._streams[order.source].command(EngineCommand(relief=relief))

@@ -34,7 +34,7 @@ ROOM: Final = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineCounts:
     """What the rule knows of one engine.
 
     Attributes:
@@ -89,17 +89,17 @@ class Rebalancer:
         self._took: dict[str, float] = {}
         self._pairs: dict[tuple[str, str], float] = {}
 
-    def orders(self, engines: Iterable[EngineLoad], now: float) -> list[MoveOrder]:
+    def orders(self, engines: Iterable[EngineCounts], now: float) -> list[MoveOrder]:
         """Return what is to move now. To be called several times a second. ``now``: monotonic seconds."""
         self._forget(now)
-        kinds: dict[bytes, list[EngineLoad]] = {}
+        kinds: dict[bytes, list[EngineCounts]] = {}
         for engine in engines:
             kinds.setdefault(engine.kind, []).append(engine)
         names = {engine.name for group in kinds.values() for engine in group}
         self._hot_since = {name: since for name, since in self._hot_since.items() if name in names}
         return [order for group in kinds.values() for order in self._of_kind(group, now)]
 
-    def _of_kind(self, engines: Sequence[EngineLoad], now: float) -> list[MoveOrder]:
+    def _of_kind(self, engines: Sequence[EngineCounts], now: float) -> list[MoveOrder]:
         takers = [each for each in engines if self._can_take(each)]
         takers.sort(key=lambda each: (each.score, each.kv_usage, each.name))
         orders = list[MoveOrder]()
@@ -113,11 +113,11 @@ class Rebalancer:
                 self._gave[order.source] = self._took[order.target] = self._pairs[order.source, order.target] = now
         return orders
 
-    def _can_take(self, engine: EngineLoad) -> bool:
+    def _can_take(self, engine: EngineCounts) -> bool:
         has_room = engine.running < engine.seats and not (engine.waiting or engine.is_short)
         return engine.may_take and has_room and engine.name not in self._gave
 
-    def _order(self, source: EngineLoad, others: Sequence[EngineLoad], now: float) -> MoveOrder | None:
+    def _order(self, source: EngineCounts, others: Sequence[EngineCounts], now: float) -> MoveOrder | None:
         """Return what moves from ``source``. ``others``: may take it, those with least to do first."""
         since_last = now - self._gave.get(source.name, now - REST_SECONDS)  # those of longer ago are forgotten
         if source.is_short and since_last >= SHORT_APART_SECONDS:
@@ -148,7 +148,7 @@ class Rebalancer:
             del self._pairs[pair]
 
 
-def _exceeds(source: EngineLoad, target: EngineLoad, factor: float) -> bool:
+def _exceeds(source: EngineCounts, target: EngineCounts, factor: float) -> bool:
     """Return whether an engine has so many times as much to do as another one."""
     if source.score - target.score >= MARGIN and source.score > factor * target.score:
         return True
@@ -157,12 +157,12 @@ def _exceeds(source: EngineLoad, target: EngineLoad, factor: float) -> bool:
     return has_fewer and source.kv_usage >= FULL and source.kv_usage > factor * target.kv_usage
 
 
-def load_of(record: EngineRecord) -> EngineLoad:
+def counts_of(record: EngineRecord) -> EngineCounts:
     """Return what the rule knows of an engine that has joined."""
     identity, report = record.identity, record.report
     decodes = report.role != EngineRole.ENGINE_ROLE_PREFILL
     moves = decodes and bool(identity.kv_address) and LIVE_MOVES in record.first.hello.features
-    return EngineLoad(
+    return EngineCounts(
         name=identity.engine_id,
         kind=record.fingerprint_bytes,
         waiting=record.num_waiting,

@@ -12,7 +12,7 @@ from tokenloom.services.coordinator.engines.rebalancing import (
     MOST,
     REST_SECONDS,
     SHORT_APART_SECONDS,
-    EngineLoad,
+    EngineCounts,
     MoveOrder,
     Rebalancer,
 )
@@ -21,12 +21,12 @@ FACTOR = 2.0
 TICK = 0.5
 
 
-def load(name: str, running: int = 0, waiting: int = 0, **fields: object) -> EngineLoad:
+def load(name: str, running: int = 0, waiting: int = 0, **fields: object) -> EngineCounts:
     defaults = {"kind": b"a", "seats": 32, "kv_usage": 0.0}
-    return EngineLoad(name=name, running=running, waiting=waiting, **{**defaults, **fields})  # type: ignore[arg-type]
+    return EngineCounts(name=name, running=running, waiting=waiting, **{**defaults, **fields})  # type: ignore[arg-type]
 
 
-def first_order(engines: Sequence[EngineLoad], seconds: float = 10.0) -> tuple[float, MoveOrder] | None:
+def first_order(engines: Sequence[EngineCounts], seconds: float = 10.0) -> tuple[float, MoveOrder] | None:
     """Returns the first order under a constant load, and when it comes."""
     rebalancer = Rebalancer(FACTOR)
     for tick in range(round(seconds / TICK)):
@@ -122,8 +122,8 @@ def test_what_an_engine_has_taken_does_not_return_when_it_is_short() -> None:
 
 
 @st.composite
-def meshes(draw: st.DrawFn) -> list[EngineLoad]:
-    def drawn(name: str) -> EngineLoad:
+def meshes(draw: st.DrawFn) -> list[EngineCounts]:
+    def drawn(name: str) -> EngineCounts:
         seats = draw(st.integers(1, 40))
         running = draw(st.integers(0, seats))
         waiting = draw(st.integers(0, 20)) if running == seats else 0
@@ -133,7 +133,7 @@ def meshes(draw: st.DrawFn) -> list[EngineLoad]:
 
 
 @given(meshes(), st.floats(1.2, 4.0), st.sampled_from((0.0, 0.5, 1.9)))
-def test_a_constant_load_comes_to_rest(engines: list[EngineLoad], factor: float, delay: float) -> None:
+def test_a_constant_load_comes_to_rest(engines: list[EngineCounts], factor: float, delay: float) -> None:
     """No request ends or comes. What moves arrives later than it left; KV goes with it in equal parts."""
     rebalancer, moved = Rebalancer(factor), list[tuple[float, MoveOrder]]()
     now, on_their_way = 0.0, list[tuple[float, str, int, float]]()

@@ -16,7 +16,7 @@ KEPT = {
     "coordinator/lease/kubernetes_lease.py:keep": "a lease that is not renewed is lost, and the coordinator ends",
     "coordinator/lease/kubernetes_lease.py:_try": "LeaseApi turns every error of a request into ApiError",
     "encoder/row_maker.py:start": "the service starts, or ends with the error",
-    "encoder/sound_decoders.py:read": "its caller is the edge of one Put",
+    "encoder/sound_files.py:read": "its caller is the edge of one Put",
     "engine/control/data_parallel.py:start_wave": "sends one number to the core, which may be dead or refuse it",
     "engine/core/core_link.py:run_aborts": "sends names to the core, which may be dead or refuse them",
     "engine/core/core_link.py:keep": "awaited by the reader of one stream, and asks the core; no task",

@@ -21,8 +21,7 @@ from tokenloom.request import errors
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.encoder.pixel_slots import PixelPart, write_all
 from tokenloom.services.encoder.row_maker import KILLER_SECONDS, ImageDecoders, MakerMetrics, RowMaker
-from tokenloom.services.encoder.sound_decoders import SoundDecoders
-from tokenloom.services.encoder.sound_files import SoundFile
+from tokenloom.services.encoder.sound_files import SoundDecoders, SoundFile
 from tokenloom.services.encoder.sound_worker import SoundReply
 from tokenloom.services.encoder.tower_worker import TowerJob, TowerReady, TowerReply, TowerSetup, _most
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram

@@ -28,7 +28,7 @@ from tokenloom.gpu_worker.towers.sound_tower import SoundTower
 from tokenloom.gpu_worker.towers.tower import Tower
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.encoder import service, sound_decoders
+from tokenloom.services.encoder import service, sound_files
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.encoder.service import EncoderService
 from tokenloom.services.runtime.host.service import running
@@ -199,7 +199,7 @@ async def test_a_sound_takes_no_more_than_its_time(tmp_path: Path, socket_dir: P
 async def test_a_long_sound_is_in_no_ones_memory(
     tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sound_decoders, "MEMORY_BYTES", 24 << 20)
+    monkeypatch.setattr(sound_files, "MEMORY_BYTES", 24 << 20)
     checkpoint, minutes = write_whole_sound("qwen2_audio", tmp_path), 20
     size = minutes * 60 * 32_000
     head = struct.pack("<4sIHHIIHH4sI", b"fmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", size)

@@ -13,7 +13,7 @@ from tests.ready_channel import ready_channel
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
-from tokenloom.services.encoder.encoder_link import EncoderLink
+from tokenloom.services.encoder.service import EncoderLink
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry

@@ -266,10 +266,11 @@ class CacheConfig(Struct, frozen=True):
 
 
 class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How many images and sounds a prompt may have. Users write it as JSON (names as in vLLM)."""
+    """How many images, sounds and videos a prompt may have. Users write it as JSON (names as in vLLM)."""
 
     image: Annotated[int, Meta(ge=0)] = 999
     audio: Annotated[int, Meta(ge=0)] = 999
+    video: Annotated[int, Meta(ge=0)] = 999
 
 
 class SchedulerConfig(Struct, frozen=True):
@@ -311,8 +312,8 @@ class SchedulerConfig(Struct, frozen=True):
     ] = 1 << 30
     limit_mm_per_prompt: Annotated[
         MediaLimits | None,
-        'Most images and sounds of a prompt: a JSON object with image and audio, such as {"image": 4}; by default 999 '
-        "of each.",
+        'Most images, sounds and videos of a prompt: a JSON object with image, audio and video, such as {"image": 4}; '
+        "by default 999 of each.",
     ] = None
     log_events: Annotated[
         bool, "Log when requests are queued, scheduled and preempted.", Meta(extra={"name": "log_request_events"})

@@ -1,4 +1,4 @@
-"""Rows that replace token embeddings in a prompt: those that a client sent, and those of images and sounds."""
+"""Rows that replace token embeddings in a prompt: those that a client sent, and those of images, videos and sounds."""
 
 import bisect
 import hashlib
@@ -34,8 +34,8 @@ class RowsKey(NamedTuple):
 
 
 class MediaSpan(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Describes consecutive tokens of a prompt that have rows of an image or a sound. The encoder computes the rows;
-    they come to the engine when a step needs them.
+    """Describes consecutive tokens of a prompt that have rows of an image, a video or a sound. The encoder computes the
+    rows; they come to the engine when a step needs them.
 
     A sound that stands beside the prompt, to whose rows all tokens attend, has none: position and ``num_tokens`` are 0.
     """
@@ -56,6 +56,9 @@ class MediaSpan(msgspec.Struct, array_like=True, gc=False, frozen=True):
     one."""
     levels: int = 1
     """Rows side by side: a row has so many times the model's hidden size of numbers."""
+    frame_step: float = 1.0
+    """Rotary positions from a frame of the grid to the next; the whole ones are counted, in float32. It is no part of
+    the hashes of blocks: the key stands for it too."""
 
     @property
     def end(self) -> int:

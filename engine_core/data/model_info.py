@@ -10,7 +10,7 @@ class MediaTraits(msgspec.Struct, frozen=True):
     """Describes what a model reads beside text."""
 
     kinds: tuple[str, ...]
-    """``image``, ``audio``."""
+    """``image``, ``audio``, ``video``."""
     levels: int = 1
     """Rows side by side: a row has so many times ``hidden_size`` numbers; the further ones are added after the first
     layers."""

@@ -208,7 +208,7 @@ class HashWorker:
             return None
         if self._cross_rows:
             return MediaTraits(("audio",), cross_rows=self._cross_rows)
-        return MediaTraits(("image", "audio"), self._levels)
+        return MediaTraits(("image", "audio", "video"), self._levels)
 
     def determine_available_memory(self) -> int:
         return _AVAILABLE_BYTES

@@ -1,5 +1,5 @@
-"""Holds the images of the batch's rows: where their rows enter a step, which rotary positions tokens have behind and
-inside them, and which of their tokens see later ones. No step of requests without images comes here."""
+"""Holds the images and videos of the batch's rows: where their rows enter a step, which rotary positions tokens have
+behind and inside them, and which of their tokens see later ones. No step of requests without images comes here."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ def rope_positions(media: Sequence[MediaSpan], start: int, end: int) -> Ints:
     """Return the rotary positions [3, end - start] of a prompt's tokens: by frame, line and column.
 
     Inside an image with a grid they count its frames, lines and columns from the place of the image on. Behind it they
-    go on after the largest of these, so that later tokens are nearer than their index says; see
-    :func:`shift_behind`.
+    go on after the largest of these, so that later tokens are nearer than their index says, or farther behind a video
+    of few rows; see :func:`shift_behind`.
     """
     positions = np.tile(np.arange(start, end), (3, 1))
     shift = 0
@@ -34,7 +34,8 @@ def rope_positions(media: Sequence[MediaSpan], start: int, end: int) -> Ints:
         first, last = max(span.position, start), min(span.end, end)
         if first < last:
             places = np.unravel_index(np.arange(first, last) - span.position, span.grid)
-            positions[:, first - start : last - start] = span.position + shift + np.stack(places)
+            turned = np.stack((_times(span, places[0]), *places[1:]))
+            positions[:, first - start : last - start] = span.position + shift + turned
         change = _change(span)
         positions[:, max(span.end - start, 0) :] += change
         shift += change
@@ -46,8 +47,17 @@ def shift_behind(media: Sequence[MediaSpan]) -> int:
     return sum(_change(span) for span in media if any(span.grid))
 
 
+def _times(span: MediaSpan, frames: Ints) -> Ints:
+    """Return the positions in time of frames, counted from the first one of their span."""
+    return (frames.astype(np.float32) * np.float32(span.frame_step)).astype(np.int64)
+
+
 def _change(span: MediaSpan) -> int:
-    return max(span.grid) - span.num_tokens
+    # Behind a video, as Qwen's models were trained, vLLM computes, and transformers before 5.3 did: after the last
+    # frame's time. Since then transformers goes on after the lines and columns alone, within the times of a long video.
+    frames, lines, columns = span.grid
+    last = int(_times(span, np.array([frames - 1]))[0])
+    return max(last + 1, lines, columns) - span.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

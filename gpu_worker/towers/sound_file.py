@@ -5,7 +5,7 @@ formats (playlists, lists of files) open other files and addresses. Those that a
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, BinaryIO, NoReturn
 
@@ -74,7 +74,7 @@ def decode(file: File, num_bytes: int, rate: int, max_seconds: float = MAX_SECON
     longest = min(max_seconds, max(FREE_SECONDS, num_bytes * SECONDS_PER_BYTE))
     num_samples = 0
     try:
-        with _opened(file) as container:
+        with open_container(file, _format(file), _CODECS) as container:
             for block in _blocks(container, rate):
                 num_samples += len(block)
                 if num_samples > longest * rate:
@@ -88,12 +88,14 @@ def decode(file: File, num_bytes: int, rate: int, max_seconds: float = MAX_SECON
         raise BadSound(f"The sound is {num_samples / rate:.3f} s long; it must have at least {MIN_SECONDS:g} s.")
 
 
-def _opened(file: File) -> Any:
-    options = {"codec_whitelist": ",".join(sorted(_CODECS)), "protocol_whitelist": "none"}
+def open_container(file: File, kind: str, codecs: Collection[str]) -> Any:
+    """Return a file's container, of the kind that FFmpeg calls so. It opens no other file, and decodes with nothing but
+    ``codecs``."""
+    options = {"codec_whitelist": ",".join(sorted(codecs)), "protocol_whitelist": "none"}
     return av.open(
         file,
         "r",
-        format=_format(file),
+        format=kind,
         metadata_errors="replace",
         io_open=_refuse,
         buffer_size=_READ_BYTES,

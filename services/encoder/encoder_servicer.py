@@ -70,10 +70,10 @@ class Maker(Protocol):
 
 
 class SizeReader(Protocol):
-    """Reads sizes of images; see :class:`.ImageDecoders`."""
+    """Reads sizes of images and videos; see :class:`.ImageDecoders`."""
 
-    async def size(self, data: bytes) -> PutResponse:
-        """Return the size of an image."""
+    async def size(self, data: bytes, kind: MediaKind) -> PutResponse:
+        """Return the size of an image or a video."""
 
 
 class EncoderMetrics:
@@ -99,8 +99,8 @@ class EncoderMetrics:
         self.decode, self.tower, self.read = (
             Histogram(registry, f"{name}{step}_seconds", f"Seconds that {text} took.", {}, LATENCY_SECONDS)
             for step, text in (
-                ("decode", "decoding an image and preparing its pixels, or preparing a piece of a sound,"),
-                ("tower", "the tower of an image or a piece of a sound"),
+                ("decode", "decoding an image or a video and preparing its pixels, or preparing a piece of a sound,"),
+                ("tower", "the tower of an image, a video or a piece of a sound"),
                 ("sound_decode", "decoding a whole sound"),
             )
         )
@@ -126,7 +126,7 @@ class EncoderServicer(EncoderServicerBase):
         self._files, self._cache, self._maker, self._metrics = files, cache, maker, metrics
         self._info = info
         self._reader, self._fetcher = reader, fetcher
-        size = info.max_file_bytes
+        size = max(info.max_file_bytes, info.max_video_bytes)
         self._headers = FairStage(1, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
         self._fetches = FairStage(MAX_FETCHES, "files to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING)
         stage = FairStage if bill is None else partial(BilledStage, bill, 0)
@@ -150,14 +150,15 @@ class EncoderServicer(EncoderServicerBase):
             self._metrics.put_bytes.inc(facts.num_bytes)
             return facts
         if header.url:
-            with self._files.arriving(header.tenant, self._info.max_file_bytes):
+            with self._files.arriving(header.tenant, self._most(header.kind)):
                 return await self._keep(header, await self._fetched(header))
         with self._files.arriving(header.tenant, header.num_bytes):
             return await self._keep(header, await _received(messages, header.num_bytes))
 
     async def Has(self, request: HasRequest, context: _Context) -> HasResponse:
         owner = FileOwner(request.tenant, request.cache_salt)
-        facts = [self._files.find(owner, digest, request.request_id) for digest in request.digest]
+        names = [_file_name(digest, request.kind) for digest in request.digest]
+        facts = [self._files.find(owner, name, request.request_id) for name in names]
         return HasResponse(has=[each is not None for each in facts], facts=[each or PutResponse() for each in facts])
 
     async def Get(self, request: GetRequest, context: _Context) -> AsyncIterator[RowChunk]:
@@ -168,7 +169,7 @@ class EncoderServicer(EncoderServicerBase):
         try:
             rows = await self._rows(request)
             if rows.num_rows != item.num_rows:
-                what = "sound" if item.kind == MediaKind.MEDIA_KIND_AUDIO else "image"
+                what = _NOUNS.get(item.kind, "image")
                 raise errors.InvalidArgument(
                     f"The {what} has {rows.num_rows} rows, and {item.num_rows} tokens stand for it.", "messages"
                 )
@@ -218,10 +219,15 @@ class EncoderServicer(EncoderServicerBase):
             raise errors.InvalidArgument("digest must be a SHA-256, of 32 bytes", "digest")
         if not header.num_bytes and not is_open:
             raise errors.InvalidArgument("The file is empty.", "messages")
-        if header.num_bytes > self._info.max_file_bytes:
+        if header.num_bytes > (most := self._most(header.kind)):
             raise errors.PayloadTooLarge(
-                f"The file has {header.num_bytes:,} bytes; at most {self._info.max_file_bytes:,} are taken.", "messages"
+                f"The file has {header.num_bytes:,} bytes; at most {most:,} are taken.", "messages"
             )
+
+    def _most(self, kind: MediaKind) -> int:
+        """Return the bytes of the largest file of a kind."""
+        info = self._info
+        return info.max_video_bytes if kind == MediaKind.MEDIA_KIND_VIDEO else info.max_file_bytes
 
     async def _fetched(self, header: PutHeader) -> bytes:
         """Return the file of a URL."""
@@ -232,27 +238,28 @@ class EncoderServicer(EncoderServicerBase):
             )
         await self._fetches.begin(header.tenant, 1)
         try:
-            return await self._fetcher.fetch(header.url)
+            most = self._info.max_video_bytes if header.kind == MediaKind.MEDIA_KIND_VIDEO else None
+            return await self._fetcher.fetch(header.url, most)
         finally:
             self._fetches.end(header.tenant, 1)
 
     async def _keep(self, header: PutHeader, data: bytes) -> PutResponse:
-        """Keep an image that has arrived, and return what it is."""
+        """Keep an image or a video that has arrived, and return what it is."""
         assert not isinstance(self._reader, SoundFiles)
         hashed = await asyncio.to_thread(_digest, data) if len(data) > _LONG_BYTES else _digest(data)
         if header.digest and hashed != header.digest:
             raise errors.InvalidArgument("The file's bytes are not those of its digest.", "digest")
         self._metrics.put_bytes.inc(len(data))
-        owner = FileOwner(header.tenant, header.cache_salt)
-        if (facts := self._files.add_owner(owner, hashed, header.request_id)) is not None:
+        owner, name = FileOwner(header.tenant, header.cache_salt), _file_name(hashed, header.kind)
+        if (facts := self._files.add_owner(owner, name, header.request_id)) is not None:
             return facts
         await self._headers.begin(header.tenant, len(data))
         try:
-            facts = await self._reader.size(data)
+            facts = await self._reader.size(data, header.kind)
         finally:
             self._headers.end(header.tenant, len(data))
         facts.digest = hashed
-        self._files.put(owner, data, facts, header.request_id)
+        self._files.put(owner, data, facts, header.request_id, name)
         return facts
 
     async def _rows(self, request: GetRequest) -> Rows:
@@ -267,13 +274,21 @@ class EncoderServicer(EncoderServicerBase):
     async def _make(self, item: MediaItem, tenant: str) -> Rows:
         await self._turns.begin(tenant, item.num_rows)
         try:
-            if (data := self._files.data(item.digest)) is None:
+            if (data := self._files.data(_file_name(item.digest, item.kind))) is None:
                 raise errors.NotFound(f"File {item.index + 1} of the prompt is not here any more; put it again.")
             rows = await self._maker.make(data, item)
         finally:
             self._turns.end(tenant, item.num_rows)
         self._metrics.rows.inc(rows.num_rows)
         return rows
+
+
+_NOUNS = {MediaKind.MEDIA_KIND_AUDIO: "sound", MediaKind.MEDIA_KIND_VIDEO: "video"}
+
+
+def _file_name(digest: bytes, kind: MediaKind) -> bytes:
+    """Return by what a file is found: a picture may be an image, and a video of one frame, and is two files then."""
+    return digest + b"video" if kind == MediaKind.MEDIA_KIND_VIDEO else digest
 
 
 def _digest(data: bytes) -> bytes:

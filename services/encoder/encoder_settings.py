@@ -36,9 +36,13 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
         bool, "On a GPU, compute images of a size that has come before from a captured graph; up to 16 sizes."
     ] = False
     image_workers: Annotated[
-        _Workers, "Processes that decode images and prepare their pixels, or prepare pieces of sounds."
+        _Workers,
+        "Processes that decode images and prepare their pixels, or prepare pieces of sounds; as many decode videos.",
     ] = 2
     image_timeout: Annotated[_Seconds, "Seconds of processor time that one image, or one piece, may take there."] = 20.0
+    video_timeout: Annotated[
+        _Seconds, "Seconds of processor time that one video may take there, up to the last frame that is shown."
+    ] = 60.0
     sound_workers: Annotated[_Workers, "Processes that decode whole sounds."] = 2
     sound_timeout: Annotated[_Seconds, "Seconds of processor time that one sound may take there."] = 900.0
     tower_threads: Annotated[
@@ -50,13 +54,20 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
         "Pieces of sounds, or images of one size, that the tower computes at once; 0: one, of sounds on a GPU 8.",
     ] = 0
     max_image_bytes: Annotated[_Bytes, "Largest file of an image, in bytes."] = 20 << 20
-    max_image_pixels: Annotated[Annotated[int, Meta(ge=1)], "Pixels of the largest image that is decoded."] = 64 << 20
+    max_image_pixels: Annotated[
+        Annotated[int, Meta(ge=1)], "Pixels of the largest image, and of the largest frame, that is decoded."
+    ] = 64 << 20
+    max_video_bytes: Annotated[_Bytes, "Largest file of a video, in bytes."] = 64 << 20
+    max_video_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=86400)], "Seconds of the longest video of which frames are shown."
+    ] = 600.0
     max_sound_bytes: Annotated[Annotated[int, Meta(ge=1)], "Largest file of a sound, in bytes."] = 1 << 30
     max_sound_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=86400)], "Seconds of the longest sound that is decoded."
     ] = 86400.0
     media_files_bytes: Annotated[
-        _Bytes, "Memory for files of images, in bytes. Those of live requests stay, others as long as they fit."
+        _Bytes,
+        "Memory for files of images and videos, in bytes. Those of live requests stay, others as long as they fit.",
     ] = 512 << 20
     sound_disk_bytes: Annotated[
         _Bytes, "Disk for sounds, in bytes: files as they arrive, and samples, of which an hour takes 230 MB."

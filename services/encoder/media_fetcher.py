@@ -52,8 +52,8 @@ class MediaFetcher:
         self._resolve = resolve or _resolve
         self._connect = connect or _connect
 
-    async def fetch(self, url: str) -> bytes:
-        """Return the file of a URL.
+    async def fetch(self, url: str, max_bytes: int | None = None) -> bytes:
+        """Return the file of a URL. ``max_bytes``: it may have, if they are others than those of the other files.
 
         Raises ``PermissionDenied`` for a host or an address that is not allowed, ``InvalidArgument`` for a file that is
         too large, does not come in time, or is not there.
@@ -62,7 +62,7 @@ class MediaFetcher:
             async with asyncio.timeout(FETCH_SECONDS):
                 for _ in range(MAX_HOPS + 1):
                     target = self._target(url)
-                    location, data = await self._get(target)
+                    location, data = await self._get(target, max_bytes or self._max_bytes)
                     if location is None:
                         return data
                     next_url = urljoin(url, location)
@@ -90,7 +90,7 @@ class MediaFetcher:
         query = f"?{quote(parts.query, safe='/%:@!$&()*+,;=~-._?')}" if parts.query else ""
         return _Target(parts.scheme, host, parts.port or _PORTS[parts.scheme], path + query)
 
-    async def _get(self, target: _Target) -> tuple[str | None, bytes]:
+    async def _get(self, target: _Target, max_bytes: int) -> tuple[str | None, bytes]:
         """Return where a redirect leads, or None and the file."""
         addresses = await self._resolve(target.host, target.port)
         if not addresses or not all(map(is_public, addresses)):
@@ -100,7 +100,7 @@ class MediaFetcher:
         try:
             writer.write(_request(target))
             await writer.drain()
-            return await self._answer(reader)
+            return await self._answer(reader, max_bytes)
         finally:
             writer.close()
 
@@ -115,7 +115,7 @@ class MediaFetcher:
         assert failure is not None  # there is an address
         raise failure
 
-    async def _answer(self, reader: asyncio.StreamReader) -> tuple[str | None, bytes]:
+    async def _answer(self, reader: asyncio.StreamReader, max_bytes: int) -> tuple[str | None, bytes]:
         status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
         if status in _REDIRECTS and "location" in headers:
             return headers["location"], b""
@@ -124,31 +124,34 @@ class MediaFetcher:
         if headers.get("content-encoding", "identity") != "identity":
             raise InvalidArgument("The URL answers in an encoding that was not asked for.", "url")
         if "chunked" in headers.get("transfer-encoding", ""):
-            return None, await self._chunks(reader)
+            return None, await _chunks(reader, max_bytes)
         length = headers.get("content-length")
         if length is None:
-            return None, await self._until_end(reader)
-        self._check_size(int(length))
+            return None, await _until_end(reader, max_bytes)
+        _check_size(int(length), max_bytes)
         return None, await reader.readexactly(int(length))
 
-    async def _chunks(self, reader: asyncio.StreamReader) -> bytes:
-        data = bytearray()
-        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-            self._check_size(len(data) + size)
-            data += await reader.readexactly(size)
-            await reader.readexactly(2)
-        return bytes(data)
 
-    async def _until_end(self, reader: asyncio.StreamReader) -> bytes:
-        data = bytearray()
-        while piece := await reader.read(1 << 16):
-            data += piece
-            self._check_size(len(data))
-        return bytes(data)
+async def _chunks(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
+    data = bytearray()
+    while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+        _check_size(len(data) + size, max_bytes)
+        data += await reader.readexactly(size)
+        await reader.readexactly(2)
+    return bytes(data)
 
-    def _check_size(self, size: int) -> None:
-        if not 0 <= size <= self._max_bytes:
-            raise InvalidArgument(f"The file has more than {self._max_bytes:,} bytes.", "url")
+
+async def _until_end(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
+    data = bytearray()
+    while piece := await reader.read(1 << 16):
+        data += piece
+        _check_size(len(data), max_bytes)
+    return bytes(data)
+
+
+def _check_size(size: int, max_bytes: int) -> None:
+    if not 0 <= size <= max_bytes:
+        raise InvalidArgument(f"The file has more than {max_bytes:,} bytes.", "url")
 
 
 def is_public(address: str) -> bool:

@@ -116,9 +116,10 @@ class MediaStore(Generic[Data]):
         self._held[tenant] += num_bytes
         self._make_room()
 
-    def put(self, owner: FileOwner, data: Data, facts: PutResponse, request_id: str) -> None:
-        """Keep a file, within :meth:`arriving`, and pin it for a request; empty: for none."""
-        digest = facts.digest
+    def put(self, owner: FileOwner, data: Data, facts: PutResponse, request_id: str, name: bytes = b"") -> None:
+        """Keep a file, within :meth:`arriving`, and pin it for a request; empty: for none. ``name``: by which it is
+        found, if that is not its digest."""
+        digest = name or facts.digest
         if (file := self._files.get(digest)) is None:
             file = self._files[digest] = MediaFile(data, facts)
             self.num_bytes += len(data)

@@ -15,7 +15,7 @@ from tokenloom.services.runtime.helper_process import HelperPool, HelperProcess,
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.v1.encoder_pb2 import PutResponse, RowType
-from tokenloom.v1.types_pb2 import MediaItem
+from tokenloom.v1.types_pb2 import MediaItem, MediaKind
 
 from .decode_worker import DecodeJob, DecodeReply, DecodeSetup
 from .encoder_settings import EncoderSettings
@@ -27,6 +27,12 @@ DECODE_MEMORY_BYTES = 2 << 30
 HEADER_SECONDS = 1.0
 """Of processor time for a header. One process reads all of them, and 20 MB of empty chunks before the pixels, which
 cost a stranger nothing, kept it busy for 5 to 8 s."""
+VIDEO_MEMORY_BYTES = 3 << 30
+"""Of one video: its patches, of which a slot takes 1 GiB, and the frames that its decoder holds."""
+VIDEO_HEADER_SECONDS = 5.0
+"""Of processor time to count the frames of a video and to decode the first one."""
+BUSY = 6
+"""As many times its processor time a video may take on a busy machine."""
 START_SECONDS = 300.0
 """Decoders yield to all other work: beside thirty busy processes on two cores one took more than a minute to start."""
 TOWER_START_SECONDS = 1800.0
@@ -76,10 +82,11 @@ class MediaPreparer(Protocol):
 
 
 class ImageDecoders:
-    """Reads images and prepares them.
+    """Reads images and videos, and prepares them. The processes for videos start with the first one.
 
     Attributes:
         is_confined: Whether the processes have no network.
+        reads_videos: Whether the model is shown videos.
     """
 
     def __init__(self, path: str, settings: EncoderSettings) -> None:
@@ -87,8 +94,11 @@ class ImageDecoders:
         self._path, self._settings = path, settings
         self._headers = HelperPool(self._start_headers, 1, "read the image's header", WAIT_SECONDS)
         self._decoders = HelperPool(self._start_decoder, settings.image_workers, "decode the image", WAIT_SECONDS)
+        self._video_headers = HelperPool(self._start_video_headers, 1, "read the video's header", WAIT_SECONDS)
+        self._video_wait = max(WAIT_SECONDS, BUSY * settings.video_timeout)
+        self._videos = HelperPool(self._start_videos, settings.image_workers, "decode the video", self._video_wait)
         self._slots: tuple[int, ...] = ()
-        self.is_confined = True
+        self.is_confined, self.reads_videos = True, False
 
     async def start(self, slots: tuple[int, ...]) -> None:
         """Start a process of both kinds. ``slots``: the descriptors of the memory for pixels. Raises as
@@ -100,24 +110,33 @@ class ImageDecoders:
 
     async def close(self) -> None:
         """End the processes."""
-        for pool in (self._headers, self._decoders):
+        for pool in (self._headers, self._decoders, self._video_headers, self._videos):
             await pool.close()
 
-    async def size(self, data: bytes) -> PutResponse:
-        """Return the size of an image, read from its header. Raises ``InvalidArgument`` for a file that is refused, and
-        as :meth:`.HelperPool.run`."""
+    async def size(self, data: bytes, kind: MediaKind = MediaKind.MEDIA_KIND_IMAGE) -> PutResponse:
+        """Return the size of an image, read from its header, or of a video, of which the first frame is decoded. Raises
+        ``InvalidArgument`` for a file that is refused, and as :meth:`.HelperPool.run`."""
+        is_video = kind == MediaKind.MEDIA_KIND_VIDEO
+        pool, what = (self._video_headers, "video") if is_video else (self._headers, "image")
         try:
-            reply = _decoded(await self._headers.run(msgspec.msgpack.encode(DecodeJob(data))))
+            reply = _decoded(await pool.run(msgspec.msgpack.encode(DecodeJob(data))))
         except errors.DeadlineExceeded:  # its own doing, so that no client should send it again
-            raise errors.InvalidArgument("The image's header takes too long to read.", "messages") from None
-        return PutResponse(width=reply.width, height=reply.height, num_bytes=len(data))
+            raise errors.InvalidArgument(f"The {what}'s header takes too long to read.", "messages") from None
+        except errors.ResourceExhausted as error:
+            if not is_video:
+                raise
+            raise errors.InvalidArgument(error.message, "messages") from None
+        return PutResponse(
+            width=reply.width, height=reply.height, num_bytes=len(data), frames=reply.frames, frame_rate=reply.rate
+        )
 
     async def prepare(self, data: bytes, item: MediaItem, slot: int) -> list[PixelPart]:
-        """Write the pixels of an image to a slot. Raises ``InvalidArgument`` for a file that cannot be decoded, and as
-        :meth:`.HelperPool.run`."""
+        """Write the pixels of an image, or of a video's frames, to a slot. Raises ``InvalidArgument`` for a file that
+        cannot be decoded, and as :meth:`.HelperPool.run`."""
         job = DecodeJob(data, slot, item.options_json, item.num_in_prompt or 1)
+        pool = self._videos if item.kind == MediaKind.MEDIA_KIND_VIDEO else self._decoders
         try:
-            return _decoded(await self._decoders.run(msgspec.msgpack.encode(job))).parts
+            return _decoded(await pool.run(msgspec.msgpack.encode(job))).parts
         except (errors.DeadlineExceeded, errors.ResourceExhausted) as error:
             # Its own doing. Engines repeat what finds no room for half a minute, and each try ended a process.
             raise errors.InvalidArgument(error.message, "messages") from None
@@ -128,14 +147,30 @@ class ImageDecoders:
     async def _start_decoder(self) -> HelperProcess:
         return await self._start_decoding(self._path, self._settings.image_timeout)
 
-    async def _start_decoding(self, path: str, seconds: float) -> HelperProcess:
-        setup = DecodeSetup(path, DECODE_MEMORY_BYTES, seconds, WAIT_SECONDS, self._settings.max_image_pixels)
+    async def _start_video_headers(self) -> HelperProcess:
+        return await self._start_decoding("", VIDEO_HEADER_SECONDS, is_of_videos=True)
+
+    async def _start_videos(self) -> HelperProcess:
+        return await self._start_decoding(self._path, self._settings.video_timeout, is_of_videos=True)
+
+    async def _start_decoding(self, path: str, seconds: float, *, is_of_videos: bool = False) -> HelperProcess:
+        settings = self._settings
+        setup = DecodeSetup(
+            path,
+            VIDEO_MEMORY_BYTES if is_of_videos else DECODE_MEMORY_BYTES,
+            seconds,
+            self._video_wait if is_of_videos and path else WAIT_SECONDS,
+            settings.max_image_pixels,
+            settings.max_video_seconds if is_of_videos else None,
+        )
         packed, slots = msgspec.msgpack.encode(setup), self._slots if path else ()
         module = f"{__package__}.decode_worker"
         return await start_helper(module, packed, self._take_decoder, START_SECONDS, slots, ONE_THREAD)
 
     def _take_decoder(self, data: bytes) -> None:
-        self.is_confined = _decoded(data, "model").is_confined and self.is_confined
+        ready = _decoded(data, "model")
+        self.is_confined = ready.is_confined and self.is_confined
+        self.reads_videos = self.reads_videos or ready.reads_videos
 
 
 @dataclass(slots=True, eq=False)

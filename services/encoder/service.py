@@ -90,6 +90,9 @@ class EncoderService:
         info = self._info(maker, fingerprint)
         if isinstance(preparer, SoundDecoders):
             self._describe_sounds(info, preparer)
+        elif preparer.reads_videos:
+            info.media_kinds.append(types_pb2.MEDIA_KIND_VIDEO)
+            info.max_video_bytes = settings.max_video_bytes
         info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, IMAGE_FILES)))
         self._servicer = EncoderServicer(files, cache, maker, info, metrics, reader, fetcher, host.bill)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)

@@ -47,7 +47,7 @@ class TokenizerService:
         path = resolve(settings.model, weights=False)
         reader = await asyncio.to_thread(_reader, path, tokenizer)
         if reader is not None:
-            answer.media_kinds.append(reader.family.kind)
+            answer.media_kinds.extend(reader.kinds)
         transcripts = await asyncio.to_thread(_transcripts, path, tokenizer)
         if transcripts is not None:
             answer.transcript.CopyFrom(transcripts.traits)

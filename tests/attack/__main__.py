@@ -23,6 +23,7 @@ from tests.attack import (
     tenants,
     trailers,
     validators,
+    videos,
 )
 from tests.attack.attack import Attack, Result, run_attack
 from tests.attack.canary import running_canary
@@ -40,6 +41,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     stalls,
     images,
     sounds,
+    videos,
 )
 
 

@@ -33,7 +33,7 @@ class Setup:
         flags: More flags of ``tokenloom serve``.
         descriptors: The most descriptors that a process of the mesh may have; None: what this process may have.
         hook: Whether SIGUSR2 keeps the event loop of a process busy.
-        reads_images, reads_sounds: Whether the model is one that reads these, with an encoder.
+        reads_images, reads_sounds, reads_videos: Whether the model is one that reads these, with an encoder.
     """
 
     keys: bool = True
@@ -42,6 +42,7 @@ class Setup:
     hook: bool = False
     reads_images: bool = False
     reads_sounds: bool = False
+    reads_videos: bool = False
 
 
 class Target:
@@ -123,6 +124,8 @@ def attacked(setup: Setup) -> Iterator[Target]:
         model: tuple[str, ...] = ()
         if setup.reads_images:
             model = str(write_whole_vision("llava", Path(folder))), "--served-model-name", MODEL
+        if setup.reads_videos:
+            model = str(write_whole_vision("qwen2_vl", Path(folder))), "--served-model-name", MODEL
         if setup.reads_sounds:
             model = str(write_whole_sound("qwen2_audio", Path(folder))), "--served-model-name", MODEL
         yield Target(serve(*model, "--worker", "hash", *setup.flags, wrapper=wrapper, **environment), setup)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from tests.attack import bodies, browsers, images, shares, sounds, tenants, trailers, validators
+from tests.attack import bodies, browsers, images, shares, sounds, tenants, trailers, validators, videos
 from tests.attack.attack import MIB, Attack, run_attack
 from tests.attack.canary import Canary, running_canary
 from tests.attack.target import Setup, Target, attacked
@@ -65,6 +65,28 @@ def test_sounds_disturb_no_other_key() -> None:
         for attack in (
             Attack("sound-files", partial(sounds.files, names=names, at_once=2)),
             Attack("sound-many", partial(sounds.many_sounds, num=300)),
+        ):
+            assert run_attack(attack, target, canary).outcome.wrong == [], attack.name
+
+
+def test_videos_disturb_no_other_key() -> None:
+    with attacked(videos.SETUP) as target, running_canary(target, CANARY_TOKENS) as canary:
+        names = (
+            "mp4-then-zip",
+            "list",
+            "long",
+            "bomb",
+            "commas",
+            "cut-index",
+            "playlist",
+            "elsewhere-alias",
+            "noise-webm",
+            "many-samples",
+            "huge-frames",
+        )
+        for attack in (
+            Attack("video-files", partial(videos.files, names=names, at_once=2)),
+            Attack("video-many", videos.many_videos),
         ):
             assert run_attack(attack, target, canary).outcome.wrong == [], attack.name
 

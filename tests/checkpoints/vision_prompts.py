@@ -49,6 +49,8 @@ class Picture:
     """[n]: the tokens that they replace."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Frames, lines and columns of the rows, where rotary positions count them."""
+    frame_step: float = 1.0
+    """Rotary positions from a frame to the next."""
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:

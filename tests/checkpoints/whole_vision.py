@@ -82,9 +82,9 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return entries
 
 
-def _template(begin: str, end: str, image: str, answer: str, first: str = "") -> str:
-    """Return a chat template: ``begin`` and ``end`` stand around each message, ``image`` for each of its images,
-    ``first`` before all messages, and ``answer`` where the next message is to be written."""
+def _template(begin: str, end: str, image: str, answer: str, first: str = "", video: str = "") -> str:
+    """Return a chat template: ``begin`` and ``end`` stand around each message, ``image`` and ``video`` for each of its
+    images and videos, ``first`` before all messages, and ``answer`` where the next message is to be written."""
     return (
         first
         + "{%- for message in messages -%}"
@@ -92,6 +92,7 @@ def _template(begin: str, end: str, image: str, answer: str, first: str = "") ->
         + "{%- if message['content'] is string %}{{ message['content'] }}{% else -%}"
         + "{%- for part in message['content'] %}{% if part['type'] == 'image' %}{{ '"
         + image
+        + (f"' }}}}{{% elif part['type'] == 'video' %}}{{{{ '{video}" if video else "")
         + "' }}{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor -%}"
         + "{%- endif %}{{ '"
         + end
@@ -123,7 +124,8 @@ _QWEN_IDS = {
     "vision_end_token_id": token_id("<|vision_end|>"),
 }
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_QWEN_TURNS = _template(_CHATML, "<|im_end|>\\n", _QWEN_IMAGE, "<|im_start|>assistant\\n")
+_QWEN_VIDEO = _QWEN_IMAGE.replace("image", "video")
+_QWEN_TURNS = _template(_CHATML, "<|im_end|>\\n", _QWEN_IMAGE, "<|im_start|>assistant\\n", video=_QWEN_VIDEO)
 _IDEFICS_TURNS = _template(
     "{{ message['role'] | capitalize + ':' }}", "<end_of_utterance>\\n", "<image>", "Assistant:", "{{ '<s>' }}"
 )

@@ -15,6 +15,7 @@ from typer.main import get_command
 from tokenloom.cli.main import app
 from tokenloom.cli.serve.run import MODELS
 from tokenloom.engine_core.data.config import EngineConfig, KVConfig, SchedulerConfig
+from tokenloom.gpu_worker.checkpoint.files.text_part import WRAPPERS
 from tokenloom.gpu_worker.kernels import triton
 from tokenloom.gpu_worker.kernels.levels import LEVELS
 from tokenloom.gpu_worker.platform.platform import check_device
@@ -62,11 +63,10 @@ def gpus_are_to_come() -> bool:
     return len(kernels) > 5 and all(re.search(rf"\| {row}.*\| later", FEATURES) for row in rows)
 
 
-def images_and_sounds_but_no_video() -> bool:
-    refused = [name for api in FOREIGN_APIS for name in api.refused if "video" in name]
+def images_sounds_and_frames() -> bool:
     works = [name for api in FOREIGN_APIS for name in api.works.split()]
-    read = {f"messages[].content[].{part}" for part in ("image_url", "input_audio")}
-    return bool(refused) and read <= {*works} and not any("video" in name for name in works)
+    read = {f"messages[].content[].{part}" for part in ("image_url", "input_audio", "video_url")}
+    return read <= {*works} and WRAPPERS["Qwen3VLForConditionalGeneration"].media == ("image", "video")
 
 
 def nixl_moves_host_memory() -> bool:
@@ -170,7 +170,9 @@ PROBES: dict[str, Callable[[], bool]] = {
     "CPUs.": parallel_on_cpus,
     "Tokenloom's GPU path has Triton kernels and graphs of decode steps, and has run on one GPU by a check alone "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
-    "Tokenloom's models read text, images and sounds, but no video.": images_and_sounds_but_no_video,
+    "Tokenloom's models read text, images and sounds, and those of Qwen's families the frames of videos.": (
+        images_sounds_and_frames
+    ),
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,
     "Tokenloom has manifests, and a planner that changes the roles of engines (`tokenloom plan --apply`), but no "
     "operator.": plans_and_has_manifests,

@@ -23,7 +23,7 @@ def test_ready_reports_the_sizes_of_the_core() -> None:
         numerics="hash",
         hidden_size=8,
         pooling=hash_pooling(generates=True),
-        media=MediaTraits(("image", "audio")),
+        media=MediaTraits(("image", "audio", "video")),
     )
 
 

@@ -99,13 +99,15 @@ class ImageEngine(Engine):
         one_key: bool = False,
         without_grid: bool = False,
         causal: bool = False,
+        without_times: bool = False,
         **options: Any,
     ) -> None:
         """``one_key``: all images have the same key; ``without_grid``: rotary positions count on in images; ``causal``:
-        no token sees later ones. Each makes tokens wrong."""
+        no token sees later ones; ``without_times``: a frame is one position from the next. Each makes tokens wrong."""
         options.setdefault("max_model_len", reference.longest + 16)
         super().__init__(reference.path, **options)
         self._one_key, self._without_grid, self._causal = one_key, without_grid, causal
+        self._without_times = without_times
         self._reference = reference
         self.num_accepted = 0
         """Drafts that were right."""
@@ -145,11 +147,16 @@ class ImageEngine(Engine):
     def _spans(self, each: Picture) -> list[MediaSpan]:
         media, count = self._reference.media, len(each.rows)
         key = bytes(32) if self._one_key else hashlib.sha256(each.rows.tobytes()).digest()
-        grid = (0, 0, 0) if self._without_grid else each.grid
+        runs, grid = each.runs, each.grid
+        if len(runs) == grid[0]:
+            grid = (1, *grid[1:])  # a run for each frame
+        if self._without_grid:
+            grid = (0, 0, 0)
+        step = 1.0 if self._without_times else each.frame_step
         is_whole = media.seen_whole is not None and not self._causal
         spans = [
-            MediaSpan(position, num_tokens, offset, key, count, is_whole, grid, media.levels)
-            for position, num_tokens, offset in each.runs
+            MediaSpan(position, num_tokens, offset, key, count, is_whole, grid, media.levels, step)
+            for position, num_tokens, offset in runs
         ]
         self._rows.setdefault(spans[0].rows_key, each.rows)
         return spans

@@ -232,5 +232,5 @@ def test_text_alone_has_no_images() -> None:
         return make_worker(EngineConfig(worker=worker)).load_model().media
 
     assert traits("llava") == MediaTraits(("image",))
-    assert traits("qwen3_vl") == MediaTraits(("image",), levels=3)
+    assert traits("qwen3_vl") == MediaTraits(("image", "video"), levels=3)
     assert traits("llava", language_model_only=True) is None

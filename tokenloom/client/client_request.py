@@ -113,16 +113,19 @@ def _add_message(chat: inference_pb2.ChatPrompt, message: Message, where: str) -
             set_field(turn, name, value, f"{where}.{name}")
 
 
+_PARTS = {"text": "text", "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+"""By their types in OpenAI's form, what parts are called here."""
+
+
 def _add_part(turn: inference_pb2.ChatMessage, part: object, where: str) -> None:
-    """Add a text, the bytes of an image, or a part in OpenAI's form: a text, an image or a sound."""
+    """Add a text, the bytes of an image, or a part in OpenAI's form: a text, an image, a video or a sound."""
     if isinstance(part, str | bytes):
         set_field(turn.parts.add(), "text" if isinstance(part, str) else "image", part, where)
         return
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or kind not in ("text", "image_url", "input_audio", "audio_url"):
+    if not isinstance(part, Mapping) or kind not in _PARTS:
         raise InvalidArgument(
-            f"{where} must be a text, the bytes of an image, or a part of type text, image_url, input_audio or "
-            "audio_url",
+            f"{where} must be a text, the bytes of an image, or a part of type {', '.join(_PARTS)}",
             where,
         )
     if kind == "text":
@@ -135,9 +138,10 @@ def _add_part(turn: inference_pb2.ChatMessage, part: object, where: str) -> None
         return
     url = value.get("url") if isinstance(value, Mapping) else value
     head, mark, data = str(url).partition(";base64,")
-    if mark and head.startswith("data:"):
-        name = "image" if kind == "image_url" else "audio"
-        set_field(turn.parts.add(), name, _of_base64(data, f"{where}.{kind}"), where)
+    if kind == "video_url" and "," in data:  # a list of pictures, which is sent as it is
+        set_field(turn.parts.add(), "video", str(url).encode(), where)
+    elif mark and head.startswith("data:"):
+        set_field(turn.parts.add(), _PARTS[kind], _of_base64(data, f"{where}.{kind}"), where)
     else:
         set_field(turn.parts.add(), kind, url, f"{where}.{kind}")
 

@@ -1,9 +1,10 @@
-"""Images and sounds in prompts of the offline API: reads what callers give, and computes rows in this process, as an
-encoder does for a mesh."""
+"""Images, videos and sounds in prompts of the offline API: reads what callers give, and computes rows in this process,
+as an encoder does for a mesh."""
 
 import base64
 import binascii
 import io
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from tokenloom.services.tokenizer.media.media_reader import MediaReader
 from tokenloom.services.tokenizer.media.transcript_prompts import TranscriptPrompts
 from tokenloom.services.tokenizer.spelled_tokens import Rendered
 from tokenloom.v1.tokenizer_pb2 import EncodeTranscriptRequest, MediaSize
-from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaKind
+from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MEDIA_KIND_VIDEO, MediaItem, MediaKind
 
 if TYPE_CHECKING:  # transformers, which few callers need
     from tokenloom.gpu_worker.towers.processor import Pixels, Processor
@@ -36,17 +37,24 @@ Samples: TypeAlias = npt.NDArray[np.float32]
 _KEPT_BYTES: Final = 256 << 20
 """Rows that stay after they were computed, for prompts whose KV was lost."""
 _DATA_URL: Final = "data:"
+_LISTED: Final = "data:video/jpeg"
+"""Begins a list of pictures, the frames of a video."""
 _IMAGE_KEYS: Final = {"image_url": "image_url", "image": "image", "image_pil": "image_pil", "input_image": "image_url"}
 _SOUND_KEYS: Final = {"audio_url": "audio_url", "audio": "audio", "input_audio": "input_audio"}
-"""The types of parts that hold an image or a sound, with the key of what it is."""
-_VIDEO_PARTS: Final = ("video_url", "video", "input_video")
-MARKS: Final = {MEDIA_KIND_IMAGE: {"type": "image"}, MEDIA_KIND_AUDIO: {"type": "audio", "audio": ""}}
+"""The types of parts that hold an image or a sound, with the key of what it is; below, those of a video."""
+_VIDEO_KEYS: Final = {"video_url": "video_url", "video": "video"}
+_KEYS: Final = {**_IMAGE_KEYS, **_SOUND_KEYS, **_VIDEO_KEYS}
+MARKS: Final = {
+    MEDIA_KIND_IMAGE: {"type": "image"},
+    MEDIA_KIND_AUDIO: {"type": "audio", "audio": ""},
+    MEDIA_KIND_VIDEO: {"type": "video"},
+}
 """What chat templates read in place of a part. The published one of Qwen2-Audio looks for the key alone."""
 
 
 @dataclass(frozen=True)
 class GivenMedia:
-    """Holds an image or a sound of a caller.
+    """Holds an image, a video or a sound of a caller.
 
     Attributes:
         file: Empty if ``samples`` are set.
@@ -67,7 +75,7 @@ class PromptMedia:
     items: Sequence[MediaItem] = ()
     """With the places of their rows; none before the prompt's tokens are known."""
     files: Mapping[bytes, bytes | Samples] = field(default_factory=dict)
-    """By digest: files of images, and samples of sounds at the rate that the model reads."""
+    """By digest: files of images and videos, and samples of sounds at the rate that the model reads."""
 
     @cached_property
     def by_rows(self) -> dict[RowsKey, MediaItem]:
@@ -100,6 +108,43 @@ def read_sound(sound: Any) -> GivenMedia:
     if rate != int(rate) or rate <= 0:
         raise ValueError(f"the rate of a sound must be a whole number of samples a second, not {rate}")
     return GivenMedia(MEDIA_KIND_AUDIO, samples=_samples(samples), rate=int(rate))
+
+
+def read_video(video: Any) -> GivenMedia:
+    """Return a video: the path of a file, a data: URL, the bytes of a file, or its frames: an array [frames, height,
+    width, 3] or a list of pictures or arrays, alone or in a pair with a mapping that has their ``fps``. Raises
+    ``ValueError`` for anything else."""
+    if isinstance(video, str) and video.startswith(_LISTED):
+        return GivenMedia(MEDIA_KIND_VIDEO, video.encode())
+    if (file := _file_of("a video", video)) is not None:
+        return GivenMedia(MEDIA_KIND_VIDEO, file)
+    rate = ""
+    if _is_described(video):
+        video, facts = video
+        if facts.get("fps") is not None:
+            rate = f"fps={float(facts['fps'])};"
+    if not isinstance(video, (list, tuple, np.ndarray)) or not len(video):
+        raise ValueError(
+            "a video must be a path, a data: URL, bytes, or its frames: an array [frames, height, width, 3] or a list "
+            f"of pictures, not {type(video).__name__}"
+        )
+    pictures = ",".join(base64.b64encode(_frame(frame)).decode() for frame in video)
+    return GivenMedia(MEDIA_KIND_VIDEO, f"{_LISTED};{rate}base64,{pictures}".encode())
+
+
+def _is_described(video: object) -> bool:
+    return isinstance(video, tuple) and len(video) == 2 and isinstance(video[1], Mapping)
+
+
+def _frame(frame: Any) -> bytes:
+    from PIL import Image
+
+    if not (hasattr(frame, "save") and hasattr(frame, "mode")):
+        pixels = np.asarray(frame)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+            raise ValueError(f"a frame must be [height, width, 3] bytes, not {pixels.shape} of {pixels.dtype}")
+        frame = Image.fromarray(pixels)
+    return read_image(frame).file
 
 
 def _is_pair(sound: object) -> bool:
@@ -160,28 +205,41 @@ def take_media(message: Mapping[str, Any], media: list[GivenMedia]) -> Mapping[s
 
 
 def _marked(part: object, media: list[GivenMedia]) -> object:
-    """Return the mark of an image or a sound, which is added to ``media``, or another part as it is."""
+    """Return the mark of an image, a video or a sound, which is added to ``media``, or another part as it is."""
     if not isinstance(part, Mapping):
         return part
     kind = str(part.get("type"))
-    if kind in _VIDEO_PARTS:
-        raise ValueError(f"a part of type {kind}: videos are not read; give images of it")
-    if (key := _IMAGE_KEYS.get(kind) or _SOUND_KEYS.get(kind)) is None:
+    if kind == "input_video":
+        raise ValueError(f"a part of type {kind}: give a video as a part of type video_url or video")
+    if (key := _KEYS.get(kind)) is None:
         return part
     value = part.get(key)
     value = value["url"] if isinstance(value, Mapping) and "url" in value else value
-    media.append(read_sound(value) if kind in _SOUND_KEYS else read_image(value))
+    read = read_sound if kind in _SOUND_KEYS else read_video if kind in _VIDEO_KEYS else read_image
+    media.append(read(value))
     return MARKS[media[-1].kind]
 
 
 def media_of(data: object) -> list[GivenMedia]:
-    """Return what ``multi_modal_data`` holds: an image or a list under ``image``, a sound or a list under ``audio``.
-    Raises ``ValueError``."""
-    if not isinstance(data, Mapping) or data.keys() - {"image", "audio"}:
-        raise ValueError("multi_modal_data must be a mapping with image or audio, and nothing else: no video")
+    """Return what ``multi_modal_data`` holds: an image or a list under ``image``, a video or a list under ``video``, a
+    sound or a list under ``audio``. Raises ``ValueError``."""
+    if not isinstance(data, Mapping) or data.keys() - {"image", "audio", "video"}:
+        raise ValueError("multi_modal_data must be a mapping with image, video or audio, and nothing else")
     images, sounds = data.get("image"), data.get("audio")
     several = images if isinstance(images, (list, tuple)) else () if images is None else (images,)
-    return [*map(read_image, several), *map(read_sound, _sounds(sounds))]
+    videos = _videos(data.get("video"))
+    return [*map(read_image, several), *map(read_video, videos), *map(read_sound, _sounds(sounds))]
+
+
+def _videos(given: Any) -> Iterable[object]:
+    """Return one video or several as several. A list of pictures is one."""
+    if given is None:
+        return ()
+    if not isinstance(given, (list, tuple)) or _is_described(given) or not given:
+        return (given,)
+    first = given[0]
+    is_frame = hasattr(first, "mode") or (isinstance(first, np.ndarray) and first.ndim == 3)
+    return (given,) if is_frame else given
 
 
 def _sounds(given: object) -> Iterable[object]:
@@ -215,7 +273,8 @@ class OfflineMedia:
         files: dict[bytes, bytes | Samples] = {}
         for index, each in enumerate(given):
             self._reader.check_kind(index, each.kind)
-        sizes = [(self._sound if each.kind == MEDIA_KIND_AUDIO else _image)(each, files) for each in given]
+        given = [given[index] for index in self._reader.order(rendered.text, [each.kind for each in given])]
+        sizes = [self._size(each, files) for each in given]
         text, items = self._reader.expand(rendered.text, sizes, salt)
         return replace(rendered, text=text), PromptMedia(items, files)
 
@@ -255,7 +314,7 @@ class OfflineMedia:
             if len(rows) != item.num_rows:
                 raise ValueError(f"the tower makes {len(rows)} rows where the prompt has {item.num_rows} tokens")
         except (ValueError, TokenloomError) as error:
-            name = "sound" if item.kind == MEDIA_KIND_AUDIO else "image"
+            name = {MEDIA_KIND_AUDIO: "sound", MEDIA_KIND_VIDEO: "video"}.get(item.kind, "image")
             raise ValueError(f"{name} {item.index + 1} of the prompt cannot be read: {error}") from None
         self._keep(key, rows)
         return rows
@@ -305,6 +364,12 @@ class OfflineMedia:
         made = SoundTower if hears else Tower
         return made(self._path, self._worker.dtype, device)
 
+    def _size(self, given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:
+        """Return what the reader has to know of one of a prompt's media, which is added to ``files``."""
+        if given.kind == MEDIA_KIND_AUDIO:
+            return self._sound(given, files)
+        return _video(given, files) if given.kind == MEDIA_KIND_VIDEO else _image(given, files)
+
     def _sound(self, given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:
         """Return what the reader has to know of a sound, whose samples are added to ``files``."""
         from tokenloom.gpu_worker.towers.sound_file import read_sound as decoded
@@ -320,6 +385,8 @@ class OfflineMedia:
         return MediaSize(digest=digest, kind=MEDIA_KIND_AUDIO, samples=len(samples))
 
     def _prepared(self, item: MediaItem, file: bytes | Samples) -> "Pixels":
+        if isinstance(file, bytes) and item.kind == MEDIA_KIND_VIDEO:
+            return self._processor.frames(file, json.loads(item.options_json))
         if isinstance(file, bytes):
             return self._processor.pixels(file, num_in_prompt=item.num_in_prompt)
         return self._sound_processor.features(file)
@@ -339,3 +406,19 @@ def _image(given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:
     size, digest = image_size(given.file), sha256(given.file).digest()
     files[digest] = given.file
     return MediaSize(digest=digest, kind=MEDIA_KIND_IMAGE, width=size.width, height=size.height)
+
+
+def _video(given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:
+    """Return what the reader has to know of a video, whose file is added to ``files``."""
+    from tokenloom.gpu_worker.towers.video_file import video_facts
+
+    facts, digest = video_facts(given.file), sha256(given.file).digest()
+    files[digest] = given.file
+    return MediaSize(
+        digest=digest,
+        kind=MEDIA_KIND_VIDEO,
+        width=facts.width,
+        height=facts.height,
+        frames=facts.frames,
+        frame_rate=facts.rate,
+    )

@@ -238,7 +238,7 @@ def _part(part: object) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ValueError("content must be a string, or a list of parts of type text, image_url or audio_url")
+        raise ValueError("content must be a string, or a list of parts of type text, image_url, video_url or audio_url")
     return str(part["text"])
 
 

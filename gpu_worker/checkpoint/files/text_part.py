@@ -23,13 +23,14 @@ class _Wrapper(NamedTuple):
 
 
 _IMAGES = ("image",)
+_VIDEOS = ("image", "video")
 WRAPPERS = {
-    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text", media=_IMAGES),
-    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text", media=_IMAGES),
-    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text", media=_IMAGES),
-    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", media=_IMAGES),
-    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text", media=_IMAGES),
-    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text", media=_IMAGES),
+    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text", media=_VIDEOS),
+    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text", media=_VIDEOS),
+    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text", media=_VIDEOS),
+    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", media=_VIDEOS),
+    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text", media=_VIDEOS),
+    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text", media=_VIDEOS),
     "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True, media=_IMAGES),
     "LlavaForConditionalGeneration": _Wrapper("llava", "llama", media=_IMAGES),
     "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
@@ -165,7 +166,7 @@ class MediaSwitches(NamedTuple):
     """[pairs of dimensions that rotate]: which position of a token turns each, that in time, height or width; empty: a
     token has one position."""
     kinds: tuple[str, ...] = _IMAGES
-    """What prompts may hold beside text: ``image``, ``audio``."""
+    """What prompts may hold beside text: ``image``, ``audio``, ``video``."""
 
 
 _DEEPSTACK = (8, 16, 24)
@@ -197,9 +198,8 @@ def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
             sections = _numbers(rope, "mrope_section", 3) or _QWEN_SECTIONS[kind.removesuffix("_moe")]
             indexes = _numbers(tower, "deepstack_visual_indexes")
             levels = 1 + len(_DEEPSTACK if indexes is None else indexes) if is_third else 1
-            return MediaSwitches(
-                levels, axes=_in_a_row(sections) if kind.startswith("qwen2") else _alternating(sections)
-            )
+            axes = _in_a_row(sections) if kind.startswith("qwen2") else _alternating(sections)
+            return MediaSwitches(levels, axes=axes, kinds=WRAPPERS[name].media)
     return MediaSwitches(kinds=WRAPPERS[name].media)
 
 

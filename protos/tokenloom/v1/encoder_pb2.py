@@ -26,41 +26,41 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tokenloom.v1 import types_pb2 as tokenloom_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atokenloom/v1/encoder.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokenloom/v1/types.proto\"O\n\nPutRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.tokenloom.v1.PutHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x9a\x01\n\tPutHeader\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.tokenloom.v1.MediaKind\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0b\n\x03url\x18\x07 \x01(\t\"`\n\x0bPutResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0e\n\x06height\x18\x03 \x01(\r\x12\x0f\n\x07samples\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"T\n\nHasRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x03(\x0c\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"D\n\x0bHasResponse\x12\x0b\n\x03has\x18\x01 \x03(\x08\x12(\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32\x19.tokenloom.v1.PutResponse\"\x96\x01\n\nGetRequest\x12%\n\x04item\x18\x01 \x01(\x0b\x32\x17.tokenloom.v1.MediaItem\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\ncache_salt\x18\x03 \x01(\x0c\x12\x11\n\tfirst_row\x18\x04 \x01(\r\x12*\n\x07timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"q\n\x08RowChunk\x12\x11\n\tfirst_row\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12#\n\x04type\x18\x05 \x01(\x0e\x32\x15.tokenloom.v1.RowType\"9\n\x13ReleaseFilesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x16\n\x14ReleaseFilesResponse\"#\n\x12ResetCachesRequest\x12\r\n\x05\x66iles\x18\x01 \x01(\x08\"\x15\n\x13ResetCachesResponse\"\x17\n\x15GetEncoderInfoRequest\"\xef\x02\n\x16GetEncoderInfoResponse\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12\x11\n\tprocessor\x18\x02 \x01(\x0c\x12,\n\x0bmedia_kinds\x18\x03 \x03(\x0e\x32\x17.tokenloom.v1.MediaKind\x12\x16\n\x0emax_file_bytes\x18\x04 \x01(\x04\x12\x12\n\nmax_pixels\x18\x05 \x01(\x04\x12\x11\n\trow_width\x18\x06 \x01(\r\x12\'\n\x08row_type\x18\x07 \x01(\x0e\x32\x15.tokenloom.v1.RowType\x12(\n\x05lease\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x65tches\x18\t \x01(\x08\x12\x0f\n\x07\x65ncoded\x18\n \x01(\x04\x12\x15\n\rsampling_rate\x18\x0b \x01(\r\x12\x19\n\x11max_piece_samples\x18\x0c \x01(\r*P\n\x07RowType\x12\x18\n\x14ROW_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11ROW_TYPE_BFLOAT16\x10\x01\x12\x14\n\x10ROW_TYPE_FLOAT32\x10\x02\x32\xc6\x03\n\x07\x45ncoder\x12<\n\x03Put\x12\x18.tokenloom.v1.PutRequest\x1a\x19.tokenloom.v1.PutResponse(\x01\x12:\n\x03Has\x12\x18.tokenloom.v1.HasRequest\x1a\x19.tokenloom.v1.HasResponse\x12\x39\n\x03Get\x12\x18.tokenloom.v1.GetRequest\x1a\x16.tokenloom.v1.RowChunk0\x01\x12U\n\x0cReleaseFiles\x12!.tokenloom.v1.ReleaseFilesRequest\x1a\".tokenloom.v1.ReleaseFilesResponse\x12R\n\x0bResetCaches\x12 .tokenloom.v1.ResetCachesRequest\x1a!.tokenloom.v1.ResetCachesResponse\x12[\n\x0eGetEncoderInfo\x12#.tokenloom.v1.GetEncoderInfoRequest\x1a$.tokenloom.v1.GetEncoderInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atokenloom/v1/encoder.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokenloom/v1/types.proto\"O\n\nPutRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.tokenloom.v1.PutHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x9a\x01\n\tPutHeader\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.tokenloom.v1.MediaKind\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0b\n\x03url\x18\x07 \x01(\t\"\x84\x01\n\x0bPutResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0e\n\x06height\x18\x03 \x01(\r\x12\x0f\n\x07samples\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x06 \x01(\r\x12\x12\n\nframe_rate\x18\x07 \x01(\x01\"{\n\nHasRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x03(\x0c\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12%\n\x04kind\x18\x05 \x01(\x0e\x32\x17.tokenloom.v1.MediaKind\"D\n\x0bHasResponse\x12\x0b\n\x03has\x18\x01 \x03(\x08\x12(\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32\x19.tokenloom.v1.PutResponse\"\x96\x01\n\nGetRequest\x12%\n\x04item\x18\x01 \x01(\x0b\x32\x17.tokenloom.v1.MediaItem\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\ncache_salt\x18\x03 \x01(\x0c\x12\x11\n\tfirst_row\x18\x04 \x01(\r\x12*\n\x07timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"q\n\x08RowChunk\x12\x11\n\tfirst_row\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12#\n\x04type\x18\x05 \x01(\x0e\x32\x15.tokenloom.v1.RowType\"9\n\x13ReleaseFilesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x16\n\x14ReleaseFilesResponse\"#\n\x12ResetCachesRequest\x12\r\n\x05\x66iles\x18\x01 \x01(\x08\"\x15\n\x13ResetCachesResponse\"\x17\n\x15GetEncoderInfoRequest\"\x88\x03\n\x16GetEncoderInfoResponse\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12\x11\n\tprocessor\x18\x02 \x01(\x0c\x12,\n\x0bmedia_kinds\x18\x03 \x03(\x0e\x32\x17.tokenloom.v1.MediaKind\x12\x16\n\x0emax_file_bytes\x18\x04 \x01(\x04\x12\x12\n\nmax_pixels\x18\x05 \x01(\x04\x12\x11\n\trow_width\x18\x06 \x01(\r\x12\'\n\x08row_type\x18\x07 \x01(\x0e\x32\x15.tokenloom.v1.RowType\x12(\n\x05lease\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x65tches\x18\t \x01(\x08\x12\x0f\n\x07\x65ncoded\x18\n \x01(\x04\x12\x15\n\rsampling_rate\x18\x0b \x01(\r\x12\x19\n\x11max_piece_samples\x18\x0c \x01(\r\x12\x17\n\x0fmax_video_bytes\x18\r \x01(\x04*P\n\x07RowType\x12\x18\n\x14ROW_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11ROW_TYPE_BFLOAT16\x10\x01\x12\x14\n\x10ROW_TYPE_FLOAT32\x10\x02\x32\xc6\x03\n\x07\x45ncoder\x12<\n\x03Put\x12\x18.tokenloom.v1.PutRequest\x1a\x19.tokenloom.v1.PutResponse(\x01\x12:\n\x03Has\x12\x18.tokenloom.v1.HasRequest\x1a\x19.tokenloom.v1.HasResponse\x12\x39\n\x03Get\x12\x18.tokenloom.v1.GetRequest\x1a\x16.tokenloom.v1.RowChunk0\x01\x12U\n\x0cReleaseFiles\x12!.tokenloom.v1.ReleaseFilesRequest\x1a\".tokenloom.v1.ReleaseFilesResponse\x12R\n\x0bResetCaches\x12 .tokenloom.v1.ResetCachesRequest\x1a!.tokenloom.v1.ResetCachesResponse\x12[\n\x0eGetEncoderInfo\x12#.tokenloom.v1.GetEncoderInfoRequest\x1a$.tokenloom.v1.GetEncoderInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenloom.v1.encoder_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWTYPE']._serialized_start=1400
-  _globals['_ROWTYPE']._serialized_end=1480
+  _globals['_ROWTYPE']._serialized_start=1501
+  _globals['_ROWTYPE']._serialized_end=1581
   _globals['_PUTREQUEST']._serialized_start=102
   _globals['_PUTREQUEST']._serialized_end=181
   _globals['_PUTHEADER']._serialized_start=184
   _globals['_PUTHEADER']._serialized_end=338
-  _globals['_PUTRESPONSE']._serialized_start=340
-  _globals['_PUTRESPONSE']._serialized_end=436
-  _globals['_HASREQUEST']._serialized_start=438
-  _globals['_HASREQUEST']._serialized_end=522
-  _globals['_HASRESPONSE']._serialized_start=524
-  _globals['_HASRESPONSE']._serialized_end=592
-  _globals['_GETREQUEST']._serialized_start=595
-  _globals['_GETREQUEST']._serialized_end=745
-  _globals['_ROWCHUNK']._serialized_start=747
-  _globals['_ROWCHUNK']._serialized_end=860
-  _globals['_RELEASEFILESREQUEST']._serialized_start=862
-  _globals['_RELEASEFILESREQUEST']._serialized_end=919
-  _globals['_RELEASEFILESRESPONSE']._serialized_start=921
-  _globals['_RELEASEFILESRESPONSE']._serialized_end=943
-  _globals['_RESETCACHESREQUEST']._serialized_start=945
-  _globals['_RESETCACHESREQUEST']._serialized_end=980
-  _globals['_RESETCACHESRESPONSE']._serialized_start=982
-  _globals['_RESETCACHESRESPONSE']._serialized_end=1003
-  _globals['_GETENCODERINFOREQUEST']._serialized_start=1005
-  _globals['_GETENCODERINFOREQUEST']._serialized_end=1028
-  _globals['_GETENCODERINFORESPONSE']._serialized_start=1031
-  _globals['_GETENCODERINFORESPONSE']._serialized_end=1398
-  _globals['_ENCODER']._serialized_start=1483
-  _globals['_ENCODER']._serialized_end=1937
+  _globals['_PUTRESPONSE']._serialized_start=341
+  _globals['_PUTRESPONSE']._serialized_end=473
+  _globals['_HASREQUEST']._serialized_start=475
+  _globals['_HASREQUEST']._serialized_end=598
+  _globals['_HASRESPONSE']._serialized_start=600
+  _globals['_HASRESPONSE']._serialized_end=668
+  _globals['_GETREQUEST']._serialized_start=671
+  _globals['_GETREQUEST']._serialized_end=821
+  _globals['_ROWCHUNK']._serialized_start=823
+  _globals['_ROWCHUNK']._serialized_end=936
+  _globals['_RELEASEFILESREQUEST']._serialized_start=938
+  _globals['_RELEASEFILESREQUEST']._serialized_end=995
+  _globals['_RELEASEFILESRESPONSE']._serialized_start=997
+  _globals['_RELEASEFILESRESPONSE']._serialized_end=1019
+  _globals['_RESETCACHESREQUEST']._serialized_start=1021
+  _globals['_RESETCACHESREQUEST']._serialized_end=1056
+  _globals['_RESETCACHESRESPONSE']._serialized_start=1058
+  _globals['_RESETCACHESRESPONSE']._serialized_end=1079
+  _globals['_GETENCODERINFOREQUEST']._serialized_start=1081
+  _globals['_GETENCODERINFOREQUEST']._serialized_end=1104
+  _globals['_GETENCODERINFORESPONSE']._serialized_start=1107
+  _globals['_GETENCODERINFORESPONSE']._serialized_end=1499
+  _globals['_ENCODER']._serialized_start=1584
+  _globals['_ENCODER']._serialized_end=2038
 # @@protoc_insertion_point(module_scope)

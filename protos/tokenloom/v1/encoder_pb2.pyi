@@ -47,30 +47,36 @@ class PutHeader(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., kind: _Optional[_Union[_types_pb2.MediaKind, str]] = ..., digest: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., request_id: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
 
 class PutResponse(_message.Message):
-    __slots__ = ("digest", "width", "height", "samples", "num_bytes")
+    __slots__ = ("digest", "width", "height", "samples", "num_bytes", "frames", "frame_rate")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    FRAME_RATE_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     width: int
     height: int
     samples: int
     num_bytes: int
-    def __init__(self, digest: _Optional[bytes] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., samples: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    frames: int
+    frame_rate: float
+    def __init__(self, digest: _Optional[bytes] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., samples: _Optional[int] = ..., num_bytes: _Optional[int] = ..., frames: _Optional[int] = ..., frame_rate: _Optional[float] = ...) -> None: ...
 
 class HasRequest(_message.Message):
-    __slots__ = ("tenant", "cache_salt", "digest", "request_id")
+    __slots__ = ("tenant", "cache_salt", "digest", "request_id", "kind")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     cache_salt: bytes
     digest: _containers.RepeatedScalarFieldContainer[bytes]
     request_id: str
-    def __init__(self, tenant: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., digest: _Optional[_Iterable[bytes]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    kind: _types_pb2.MediaKind
+    def __init__(self, tenant: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., digest: _Optional[_Iterable[bytes]] = ..., request_id: _Optional[str] = ..., kind: _Optional[_Union[_types_pb2.MediaKind, str]] = ...) -> None: ...
 
 class HasResponse(_message.Message):
     __slots__ = ("has", "facts")
@@ -135,7 +141,7 @@ class GetEncoderInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetEncoderInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "processor", "media_kinds", "max_file_bytes", "max_pixels", "row_width", "row_type", "lease", "fetches", "encoded", "sampling_rate", "max_piece_samples")
+    __slots__ = ("fingerprint", "processor", "media_kinds", "max_file_bytes", "max_pixels", "row_width", "row_type", "lease", "fetches", "encoded", "sampling_rate", "max_piece_samples", "max_video_bytes")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROCESSOR_FIELD_NUMBER: _ClassVar[int]
     MEDIA_KINDS_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +154,7 @@ class GetEncoderInfoResponse(_message.Message):
     ENCODED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_RATE_FIELD_NUMBER: _ClassVar[int]
     MAX_PIECE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEO_BYTES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     processor: bytes
     media_kinds: _containers.RepeatedScalarFieldContainer[_types_pb2.MediaKind]
@@ -160,4 +167,5 @@ class GetEncoderInfoResponse(_message.Message):
     encoded: int
     sampling_rate: int
     max_piece_samples: int
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., processor: _Optional[bytes] = ..., media_kinds: _Optional[_Iterable[_Union[_types_pb2.MediaKind, str]]] = ..., max_file_bytes: _Optional[int] = ..., max_pixels: _Optional[int] = ..., row_width: _Optional[int] = ..., row_type: _Optional[_Union[RowType, str]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., fetches: _Optional[bool] = ..., encoded: _Optional[int] = ..., sampling_rate: _Optional[int] = ..., max_piece_samples: _Optional[int] = ...) -> None: ...
+    max_video_bytes: int
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., processor: _Optional[bytes] = ..., media_kinds: _Optional[_Iterable[_Union[_types_pb2.MediaKind, str]]] = ..., max_file_bytes: _Optional[int] = ..., max_pixels: _Optional[int] = ..., row_width: _Optional[int] = ..., row_type: _Optional[_Union[RowType, str]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., fetches: _Optional[bool] = ..., encoded: _Optional[int] = ..., sampling_rate: _Optional[int] = ..., max_piece_samples: _Optional[int] = ..., max_video_bytes: _Optional[int] = ...) -> None: ...

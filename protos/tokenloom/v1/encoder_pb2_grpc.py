@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class EncoderStub:
-    """Turns images or sounds into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a number of
-    bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
+    """Turns images and videos, or sounds, into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a
+    number of bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
     """
 
     def __init__(self, channel):
@@ -69,16 +69,16 @@ class EncoderStub:
 
 
 class EncoderServicer:
-    """Turns images or sounds into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a number of
-    bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
+    """Turns images and videos, or sounds, into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a
+    number of bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
     """
 
     def Put(self, request_iterator, context):
         """Takes a file, or fetches one, and keeps it until the request is released or its lease ends; after that as long as there is room. Of an
-        image it reads the size, from the header; a sound it decodes at once, and keeps its samples. The first message holds the header, the others
-        the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format that is not taken, or exceed a limit (bytes,
-        pixels, the ratio of the sides, seconds of sound); PERMISSION_DENIED for a URL whose host is not allowed; RESOURCE_EXHAUSTED if the files of
-        live requests, or of the tenant, fill the room for files. Callers: gateways.
+        image it reads the size, from the header, and of a video how many frames there are too; a sound it decodes at once, and keeps its samples.
+        The first message holds the header, the others the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format
+        that is not taken, or exceed a limit (bytes, pixels, the ratio of the sides, seconds of video or sound); PERMISSION_DENIED for a URL whose
+        host is not allowed; RESOURCE_EXHAUSTED if the files of live requests, or of the tenant, fill the room for files. Callers: gateways.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,8 +93,9 @@ class EncoderServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Returns the rows of an item: an image, or a piece of a sound, which options_json of the item names as {"samples":n,"start":s} (its
-        number of samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
+        """Returns the rows of an item: an image; frames of a video, which options_json of the item names as {"frames":[i, ...],"height":h,"width":w}
+        (their indices, and the pixels to which they are scaled); or a piece of a sound, which it names as {"samples":n,"start":s} (its number of
+        samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
         NOT_FOUND if the file is gone; INVALID_ARGUMENT if it cannot be decoded, has no such piece, or if it has another number of rows than the
         item says; RESOURCE_EXHAUSTED if too many computations wait; DEADLINE_EXCEEDED if decoding takes too long; INTERNAL for ten minutes after
         the process that computes has ended over it. Callers: engines.
@@ -166,8 +167,8 @@ def add_EncoderServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Encoder:
-    """Turns images or sounds into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a number of
-    bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
+    """Turns images and videos, or sounds, into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a
+    number of bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EncoderStub:
-    """Turns images or sounds into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a number of
-    bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
+    """Turns images and videos, or sounds, into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a
+    number of bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
     """
 
     @_typing.overload
@@ -37,18 +37,19 @@ class EncoderStub:
     def __new__(cls, channel: _aio.Channel) -> EncoderAsyncStub: ...
     Put: _grpc.StreamUnaryMultiCallable[_encoder_pb2.PutRequest, _encoder_pb2.PutResponse]
     """Takes a file, or fetches one, and keeps it until the request is released or its lease ends; after that as long as there is room. Of an
-    image it reads the size, from the header; a sound it decodes at once, and keeps its samples. The first message holds the header, the others
-    the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format that is not taken, or exceed a limit (bytes,
-    pixels, the ratio of the sides, seconds of sound); PERMISSION_DENIED for a URL whose host is not allowed; RESOURCE_EXHAUSTED if the files of
-    live requests, or of the tenant, fill the room for files. Callers: gateways.
+    image it reads the size, from the header, and of a video how many frames there are too; a sound it decodes at once, and keeps its samples.
+    The first message holds the header, the others the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format
+    that is not taken, or exceed a limit (bytes, pixels, the ratio of the sides, seconds of video or sound); PERMISSION_DENIED for a URL whose
+    host is not allowed; RESOURCE_EXHAUSTED if the files of live requests, or of the tenant, fill the room for files. Callers: gateways.
     """
     Has: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.HasRequest, _encoder_pb2.HasResponse]
     """Says which files are there for this tenant, and pins those for the request as Put does: what another tenant has put does not count.
     Callers: gateways.
     """
     Get: _grpc.UnaryStreamMultiCallable[_encoder_pb2.GetRequest, _encoder_pb2.RowChunk]
-    """Returns the rows of an item: an image, or a piece of a sound, which options_json of the item names as {"samples":n,"start":s} (its
-    number of samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
+    """Returns the rows of an item: an image; frames of a video, which options_json of the item names as {"frames":[i, ...],"height":h,"width":w}
+    (their indices, and the pixels to which they are scaled); or a piece of a sound, which it names as {"samples":n,"start":s} (its number of
+    samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
     NOT_FOUND if the file is gone; INVALID_ARGUMENT if it cannot be decoded, has no such piece, or if it has another number of rows than the
     item says; RESOURCE_EXHAUSTED if too many computations wait; DEADLINE_EXCEEDED if decoding takes too long; INTERNAL for ten minutes after
     the process that computes has ended over it. Callers: engines.
@@ -62,25 +63,26 @@ class EncoderStub:
 
 @_typing.type_check_only
 class EncoderAsyncStub(EncoderStub):
-    """Turns images or sounds into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a number of
-    bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
+    """Turns images and videos, or sounds, into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a
+    number of bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Put: _aio.StreamUnaryMultiCallable[_encoder_pb2.PutRequest, _encoder_pb2.PutResponse]  # type: ignore[assignment]
     """Takes a file, or fetches one, and keeps it until the request is released or its lease ends; after that as long as there is room. Of an
-    image it reads the size, from the header; a sound it decodes at once, and keeps its samples. The first message holds the header, the others
-    the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format that is not taken, or exceed a limit (bytes,
-    pixels, the ratio of the sides, seconds of sound); PERMISSION_DENIED for a URL whose host is not allowed; RESOURCE_EXHAUSTED if the files of
-    live requests, or of the tenant, fill the room for files. Callers: gateways.
+    image it reads the size, from the header, and of a video how many frames there are too; a sound it decodes at once, and keeps its samples.
+    The first message holds the header, the others the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format
+    that is not taken, or exceed a limit (bytes, pixels, the ratio of the sides, seconds of video or sound); PERMISSION_DENIED for a URL whose
+    host is not allowed; RESOURCE_EXHAUSTED if the files of live requests, or of the tenant, fill the room for files. Callers: gateways.
     """
     Has: _aio.UnaryUnaryMultiCallable[_encoder_pb2.HasRequest, _encoder_pb2.HasResponse]  # type: ignore[assignment]
     """Says which files are there for this tenant, and pins those for the request as Put does: what another tenant has put does not count.
     Callers: gateways.
     """
     Get: _aio.UnaryStreamMultiCallable[_encoder_pb2.GetRequest, _encoder_pb2.RowChunk]  # type: ignore[assignment]
-    """Returns the rows of an item: an image, or a piece of a sound, which options_json of the item names as {"samples":n,"start":s} (its
-    number of samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
+    """Returns the rows of an item: an image; frames of a video, which options_json of the item names as {"frames":[i, ...],"height":h,"width":w}
+    (their indices, and the pixels to which they are scaled); or a piece of a sound, which it names as {"samples":n,"start":s} (its number of
+    samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
     NOT_FOUND if the file is gone; INVALID_ARGUMENT if it cannot be decoded, has no such piece, or if it has another number of rows than the
     item says; RESOURCE_EXHAUSTED if too many computations wait; DEADLINE_EXCEEDED if decoding takes too long; INTERNAL for ten minutes after
     the process that computes has ended over it. Callers: engines.
@@ -93,8 +95,8 @@ class EncoderAsyncStub(EncoderStub):
     """Returns what callers need to know about the encoder. Callers: gateways, engines."""
 
 class EncoderServicer(metaclass=_abc_1.ABCMeta):
-    """Turns images or sounds into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a number of
-    bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
+    """Turns images and videos, or sounds, into the rows that a model reads. It keeps files, of sounds their samples on disk, and rows, each up to a
+    number of bytes, and computes again what it has forgotten: a caller whose file is gone gets NOT_FOUND and puts it again.
     """
 
     @_abc_1.abstractmethod
@@ -104,10 +106,10 @@ class EncoderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_encoder_pb2.PutResponse, _abc.Awaitable[_encoder_pb2.PutResponse]]:
         """Takes a file, or fetches one, and keeps it until the request is released or its lease ends; after that as long as there is room. Of an
-        image it reads the size, from the header; a sound it decodes at once, and keeps its samples. The first message holds the header, the others
-        the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format that is not taken, or exceed a limit (bytes,
-        pixels, the ratio of the sides, seconds of sound); PERMISSION_DENIED for a URL whose host is not allowed; RESOURCE_EXHAUSTED if the files of
-        live requests, or of the tenant, fill the room for files. Callers: gateways.
+        image it reads the size, from the header, and of a video how many frames there are too; a sound it decodes at once, and keeps its samples.
+        The first message holds the header, the others the file's bytes. INVALID_ARGUMENT if the bytes are not those of the digest, are of a format
+        that is not taken, or exceed a limit (bytes, pixels, the ratio of the sides, seconds of video or sound); PERMISSION_DENIED for a URL whose
+        host is not allowed; RESOURCE_EXHAUSTED if the files of live requests, or of the tenant, fill the room for files. Callers: gateways.
         """
 
     @_abc_1.abstractmethod
@@ -126,8 +128,9 @@ class EncoderServicer(metaclass=_abc_1.ABCMeta):
         request: _encoder_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_encoder_pb2.RowChunk], _abc.AsyncIterator[_encoder_pb2.RowChunk]]:
-        """Returns the rows of an item: an image, or a piece of a sound, which options_json of the item names as {"samples":n,"start":s} (its
-        number of samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
+        """Returns the rows of an item: an image; frames of a video, which options_json of the item names as {"frames":[i, ...],"height":h,"width":w}
+        (their indices, and the pixels to which they are scaled); or a piece of a sound, which it names as {"samples":n,"start":s} (its number of
+        samples and its first one, at sampling_rate; empty: all). Calls for one key that come at the same time share one computation.
         NOT_FOUND if the file is gone; INVALID_ARGUMENT if it cannot be decoded, has no such piece, or if it has another number of rows than the
         item says; RESOURCE_EXHAUSTED if too many computations wait; DEADLINE_EXCEEDED if decoding takes too long; INTERNAL for ten minutes after
         the process that computes has ended over it. Callers: engines.

@@ -102,7 +102,7 @@ class EncodeChatRequest(_message.Message):
     def __init__(self, messages_json: _Optional[bytes] = ..., tools_json: _Optional[bytes] = ..., template_kwargs_json: _Optional[bytes] = ..., add_generation_prompt: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., tenant: _Optional[str] = ..., takes_packed_ids: _Optional[bool] = ..., media: _Optional[_Iterable[_Union[MediaSize, _Mapping]]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MediaSize(_message.Message):
-    __slots__ = ("digest", "kind", "width", "height", "samples", "options_json", "encoder")
+    __slots__ = ("digest", "kind", "width", "height", "samples", "options_json", "encoder", "frames", "frame_rate")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,8 @@ class MediaSize(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     ENCODER_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    FRAME_RATE_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     kind: _types_pb2.MediaKind
     width: int
@@ -117,7 +119,9 @@ class MediaSize(_message.Message):
     samples: int
     options_json: bytes
     encoder: str
-    def __init__(self, digest: _Optional[bytes] = ..., kind: _Optional[_Union[_types_pb2.MediaKind, str]] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., samples: _Optional[int] = ..., options_json: _Optional[bytes] = ..., encoder: _Optional[str] = ...) -> None: ...
+    frames: int
+    frame_rate: float
+    def __init__(self, digest: _Optional[bytes] = ..., kind: _Optional[_Union[_types_pb2.MediaKind, str]] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., samples: _Optional[int] = ..., options_json: _Optional[bytes] = ..., encoder: _Optional[str] = ..., frames: _Optional[int] = ..., frame_rate: _Optional[float] = ...) -> None: ...
 
 class EncodeChatResponse(_message.Message):
     __slots__ = ("prompt", "cpu_ns")

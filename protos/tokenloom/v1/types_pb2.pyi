@@ -34,6 +34,7 @@ class MediaKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEDIA_KIND_UNSPECIFIED: _ClassVar[MediaKind]
     MEDIA_KIND_IMAGE: _ClassVar[MediaKind]
     MEDIA_KIND_AUDIO: _ClassVar[MediaKind]
+    MEDIA_KIND_VIDEO: _ClassVar[MediaKind]
 
 class ReasoningStart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -73,6 +74,7 @@ FINISH_REASON_TOOL_CALLS: FinishReason
 MEDIA_KIND_UNSPECIFIED: MediaKind
 MEDIA_KIND_IMAGE: MediaKind
 MEDIA_KIND_AUDIO: MediaKind
+MEDIA_KIND_VIDEO: MediaKind
 REASONING_START_UNSPECIFIED: ReasoningStart
 REASONING_START_NONE: ReasoningStart
 REASONING_START_OPEN: ReasoningStart
@@ -280,7 +282,7 @@ class Prompt(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., reasoning_start: _Optional[_Union[ReasoningStart, str]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class MediaItem(_message.Message):
-    __slots__ = ("key", "kind", "num_rows", "levels", "grid_t", "grid_h", "grid_w", "is_whole", "runs", "encoder", "digest", "options_json", "index", "num_in_prompt")
+    __slots__ = ("key", "kind", "num_rows", "levels", "grid_t", "grid_h", "grid_w", "is_whole", "runs", "encoder", "digest", "options_json", "index", "num_in_prompt", "frame_step")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +297,7 @@ class MediaItem(_message.Message):
     OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FRAME_STEP_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     kind: MediaKind
     num_rows: int
@@ -309,7 +312,8 @@ class MediaItem(_message.Message):
     options_json: bytes
     index: int
     num_in_prompt: int
-    def __init__(self, key: _Optional[bytes] = ..., kind: _Optional[_Union[MediaKind, str]] = ..., num_rows: _Optional[int] = ..., levels: _Optional[int] = ..., grid_t: _Optional[int] = ..., grid_h: _Optional[int] = ..., grid_w: _Optional[int] = ..., is_whole: _Optional[bool] = ..., runs: _Optional[_Iterable[_Union[MediaRun, _Mapping]]] = ..., encoder: _Optional[str] = ..., digest: _Optional[bytes] = ..., options_json: _Optional[bytes] = ..., index: _Optional[int] = ..., num_in_prompt: _Optional[int] = ...) -> None: ...
+    frame_step: float
+    def __init__(self, key: _Optional[bytes] = ..., kind: _Optional[_Union[MediaKind, str]] = ..., num_rows: _Optional[int] = ..., levels: _Optional[int] = ..., grid_t: _Optional[int] = ..., grid_h: _Optional[int] = ..., grid_w: _Optional[int] = ..., is_whole: _Optional[bool] = ..., runs: _Optional[_Iterable[_Union[MediaRun, _Mapping]]] = ..., encoder: _Optional[str] = ..., digest: _Optional[bytes] = ..., options_json: _Optional[bytes] = ..., index: _Optional[int] = ..., num_in_prompt: _Optional[int] = ..., frame_step: _Optional[float] = ...) -> None: ...
 
 class MediaRun(_message.Message):
     __slots__ = ("position", "num_tokens", "row_offset")
@@ -454,7 +458,7 @@ class CpuTimes(_message.Message):
     def __init__(self, gateway_ns: _Optional[int] = ..., tokenizer_ns: _Optional[int] = ..., output_processor_ns: _Optional[int] = ..., engine_ns: _Optional[int] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_images_per_prompt", "max_media_rows", "cross_media_rows", "max_sounds_per_prompt", "argument_schemas")
+    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_images_per_prompt", "max_media_rows", "cross_media_rows", "max_sounds_per_prompt", "argument_schemas", "max_videos_per_prompt")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -473,6 +477,7 @@ class ModelLimits(_message.Message):
     CROSS_MEDIA_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_SOUNDS_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     ARGUMENT_SCHEMAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEOS_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     vocab_size: int
     max_logprobs: int
@@ -491,7 +496,8 @@ class ModelLimits(_message.Message):
     cross_media_rows: int
     max_sounds_per_prompt: int
     argument_schemas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., media_kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., max_images_per_prompt: _Optional[int] = ..., max_media_rows: _Optional[int] = ..., cross_media_rows: _Optional[int] = ..., max_sounds_per_prompt: _Optional[int] = ..., argument_schemas: _Optional[_Iterable[str]] = ...) -> None: ...
+    max_videos_per_prompt: int
+    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., media_kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., max_images_per_prompt: _Optional[int] = ..., max_media_rows: _Optional[int] = ..., cross_media_rows: _Optional[int] = ..., max_sounds_per_prompt: _Optional[int] = ..., argument_schemas: _Optional[_Iterable[str]] = ..., max_videos_per_prompt: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "num_layers", "top_k", "id_bytes", "expert_ids")

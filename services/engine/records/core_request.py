@@ -38,6 +38,8 @@ _MAX_ENGINE_ID_CHARS = 256
 _MAX_TENANT_CHARS = 256
 _DIGEST_BYTES = 32
 _MAX_KEY_BYTES = 64
+_MAX_TIME = 1 << 24
+"""Rotary positions of the frames of a video: the whole numbers that float32 has, in which they are counted."""
 _MAX_TIMEOUT_NS = 10**18
 """More than 31 years: a longer timeout ends no request either, and might not fit into the core's numbers."""
 
@@ -152,6 +154,7 @@ def _check_counts(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> No
     for kind, name, most in (
         (types_pb2.MEDIA_KIND_IMAGE, "images", limits.max_images_per_prompt),
         (types_pb2.MEDIA_KIND_AUDIO, "sounds", limits.max_sounds_per_prompt),
+        (types_pb2.MEDIA_KIND_VIDEO, "videos", limits.max_videos_per_prompt),
     ):
         count = sum(item.kind == kind for item in prompt.media)
         if count > most and kind in limits.media_kinds:
@@ -189,6 +192,13 @@ def _runs(item: types_pb2.MediaItem, limits: types_pb2.ModelLimits) -> Iterator[
     frames, lines, columns = item.grid_t, item.grid_h, item.grid_w
     if frames and len(item.runs) == frames:
         frames = 1  # a run for each frame
+    step = item.frame_step or 1.0
+    if not 0 < step * max(frames, 1) <= _MAX_TIME:
+        raise InvalidArgument(
+            f"{_media_name(item)} has {frames} frames of {item.frame_step:g} rotary positions each; together they may "
+            f"take {_MAX_TIME:,}",
+            "media",
+        )
     for run in item.runs:
         if not run.num_tokens or run.row_offset + run.num_tokens > item.num_rows:
             raise InvalidArgument(f"{_media_name(item)} has an empty run, or one beyond its rows", "media")
@@ -199,17 +209,31 @@ def _runs(item: types_pb2.MediaItem, limits: types_pb2.ModelLimits) -> Iterator[
             )
         grid = (frames, lines, columns)
         yield MediaSpan(
-            run.position, run.num_tokens, run.row_offset, item.key, item.num_rows, item.is_whole, grid, item.levels
+            run.position,
+            run.num_tokens,
+            run.row_offset,
+            item.key,
+            item.num_rows,
+            item.is_whole,
+            grid,
+            item.levels,
+            step,
         )
 
 
+_NAMES = {
+    types_pb2.MEDIA_KIND_IMAGE: "image",
+    types_pb2.MEDIA_KIND_AUDIO: "sound",
+    types_pb2.MEDIA_KIND_VIDEO: "video",
+}
+
+
 def _media_name(item: types_pb2.MediaItem) -> str:
-    return f"{'sound' if item.kind == types_pb2.MEDIA_KIND_AUDIO else 'image'} {item.index + 1}"
+    return f"{_NAMES.get(item.kind, 'image')} {item.index + 1}"
 
 
 def _media_kinds(limits: types_pb2.ModelLimits) -> str:
-    names = {types_pb2.MEDIA_KIND_IMAGE: "images", types_pb2.MEDIA_KIND_AUDIO: "sounds"}
-    return " and ".join(["text", *(names[kind] for kind in limits.media_kinds if kind in names)]) + " only"
+    return " and ".join(["text", *(f"{_NAMES[kind]}s" for kind in limits.media_kinds if kind in _NAMES)]) + " only"
 
 
 def _check_kv(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -> None:

@@ -194,14 +194,19 @@ def media_limits(ready: CoreReady, config: SchedulerConfig) -> dict[str, Any]:
     if (media := ready.media) is None:
         return {}
     limits = config.limit_mm_per_prompt or MediaLimits()
-    most = {"image": limits.image, "audio": limits.audio}
-    kinds = {"image": types_pb2.MEDIA_KIND_IMAGE, "audio": types_pb2.MEDIA_KIND_AUDIO}
+    most = {"image": limits.image, "audio": limits.audio, "video": limits.video}
+    kinds = {
+        "image": types_pb2.MEDIA_KIND_IMAGE,
+        "audio": types_pb2.MEDIA_KIND_AUDIO,
+        "video": types_pb2.MEDIA_KIND_VIDEO,
+    }
     allowed = [kind for kind in media.kinds if most[kind]]
     row_bytes = 4 * ready.hidden_size * media.levels
     return {
         "media_kinds": [kinds[kind] for kind in allowed],
         "max_images_per_prompt": limits.image,
         "max_sounds_per_prompt": limits.audio,
+        "max_videos_per_prompt": limits.video,
         "max_media_rows": min(media.cross_rows or ready.max_model_len, config.rows_cache_bytes // row_bytes),
         "cross_media_rows": media.cross_rows,
     }

@@ -9,7 +9,6 @@ from google.protobuf import json_format
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
-from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO
 
 from ..formats.tool_request import MAX_TOOLS, Tool, ToolRequest, read_tool_request
 from ..openai.chat import read_chat
@@ -73,7 +72,17 @@ def _with_options(chat: Chat, options: Mapping[str, int]) -> Chat:
 
 def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, ClientFile]") -> list[dict[str, str]]:
     """Return a message's parts in OpenAI's form; ``files`` gets those that they name by digest."""
-    from ..records.media import ClientFile, data_url, image_part, sound_part  # here: most conversations have none
+    from ..records.media import (
+        MODALITIES,
+        ClientFile,
+        data_url,
+        image_part,
+        sound_part,
+        video_part,
+    )  # here: few have any
+
+    makers = {"image": image_part, "audio": sound_part, "video": video_part}
+    kinds = {modality: kind for kind, modality in MODALITIES.items()}
 
     _check_count(f"{where}.parts", len(message.parts), MAX_MESSAGES)
     if message.content:
@@ -81,21 +90,16 @@ def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, C
     parts = []
     for index, part in enumerate(message.parts):
         kind, field = part.WhichOneof("part"), f"{where}.parts[{index}]"
-        if kind in ("image", "audio"):
-            file = ClientFile.of(part.image if kind == "image" else part.audio)
-            files[file.digest] = file
-            if kind == "image":
-                parts.append(image_part(f"{field}.image", data_url(file)))
-            else:
-                parts.append(sound_part(f"{field}.audio", data_url(file, MEDIA_KIND_AUDIO)))
-        elif kind == "image_url":
-            parts.append(image_part(f"{field}.image_url", part.image_url))
-        elif kind == "audio_url":
-            parts.append(sound_part(f"{field}.audio_url", part.audio_url))
-        elif kind == "text":
+        if kind == "text":
             parts.append({"type": "text", "text": part.text})
-        else:  # what a newer client knows, or nothing
-            raise InvalidArgument(f"{field} must be a text, an image or a sound", field)
+        elif kind is None:  # what a newer client knows, or nothing
+            raise InvalidArgument(f"{field} must be a text, an image, a video or a sound", field)
+        elif (make := makers.get(kind)) is not None:
+            file = ClientFile.of(getattr(part, kind))
+            files[file.digest] = file
+            parts.append(make(f"{field}.{kind}", data_url(file, kinds[kind])))
+        else:
+            parts.append(makers[kind.removesuffix("_url")](f"{field}.{kind}", getattr(part, kind)))
     return parts
 
 

@@ -189,7 +189,11 @@ class EncoderClient:
         )
         if digest:
             asked = encoder_pb2.HasRequest(
-                tenant=owner.tenant, cache_salt=owner.salt, digest=[digest], request_id=owner.request_id
+                tenant=owner.tenant,
+                cache_salt=owner.salt,
+                digest=[digest],
+                request_id=owner.request_id,
+                kind=part.kind,
             )
             found: encoder_pb2.HasResponse = await _answer(stub, stub.Has(asked))
             if found.has and found.has[0]:
@@ -282,6 +286,8 @@ class RequestMedia:
                     width=response.width,
                     height=response.height,
                     samples=response.samples,
+                    frames=response.frames,
+                    frame_rate=response.frame_rate,
                     options_json=self._options,
                     encoder=address,
                 )
@@ -290,11 +296,13 @@ class RequestMedia:
 
     async def restore(self, submit: output_processor_pb2.Submit) -> None:
         """Put the files again, and write into a request where they are now. Raises as :meth:`put`."""
-        placed = {response.digest: address for address, response in await self._place()}
+        answers = await self._place()
+        kinds = (part.kind for part in self._parts)
+        placed = {(each.digest, kind): address for (address, each), kind in zip(answers, kinds, strict=True)}
         for item in submit.prompt.media:
-            if item.digest not in placed:
+            if (item.digest, item.kind) not in placed:
                 raise errors.Unavailable("A file has changed at its URL while its request was running; send it again.")
-            item.encoder = placed[item.digest]
+            item.encoder = placed[item.digest, item.kind]
 
     def name(self, error: errors.TokenloomError) -> None:
         """Name the client's field in an error of an engine or a tokenizer, which know an image by its place."""
@@ -316,7 +324,7 @@ class RequestMedia:
                     # A name may be that of another file by now; a request goes on with the files that it began with.
                     is_named = bool(self._digests) and not part.url
                     digest = self._digests[index] if is_named else self._client.digest_of(part, self._owner.tenant)
-                    keys.append(key := digest or part.url)
+                    keys.append(key := (digest or part.url, part.kind))
                     if key not in tasks:
                         tasks[key] = group.create_task(self._place_one(part, digest))
         except BaseExceptionGroup as failed:

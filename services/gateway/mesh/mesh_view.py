@@ -394,6 +394,7 @@ class MeshView:
                 media_kinds=_common_kinds(limits),
                 max_images_per_prompt=min(limit.max_images_per_prompt for limit in limits),
                 max_sounds_per_prompt=min(limit.max_sounds_per_prompt for limit in limits),
+                max_videos_per_prompt=min(limit.max_videos_per_prompt for limit in limits),
                 max_media_rows=min(limit.max_media_rows for limit in limits),
                 cross_media_rows=min(limit.cross_media_rows for limit in limits),
                 argument_schemas=_common_schemas(limits),

@@ -44,7 +44,7 @@ _MESSAGE = frozenset(
         *("function_call", "audio"),  # refused unless they are empty
     }
 )
-_PART = frozenset({"type", "text", "refusal", "image_url", "input_audio", "audio_url", "uuid"})
+_PART = frozenset({"type", "text", "refusal", "image_url", "input_audio", "audio_url", "video_url", "uuid"})
 _IMAGE = frozenset({"url"})
 
 

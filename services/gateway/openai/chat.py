@@ -163,9 +163,15 @@ _MAY_BE_EMPTY = ("assistant", "tool")
 _TEXT_PARTS = ("text", "refusal")
 """Types of parts, whose text is in a member of the same name."""
 _IMAGE, _SOUND = {"type": "image"}, {"type": "audio", "audio": ""}
-_MARKS = {"image_url": _IMAGE, "input_image": _IMAGE, "input_audio": _SOUND, "audio_url": _SOUND}
+_MARKS = {
+    "image_url": _IMAGE,
+    "input_image": _IMAGE,
+    "input_audio": _SOUND,
+    "audio_url": _SOUND,
+    "video_url": {"type": "video"},
+}
 """What chat templates read in place of parts. The published one of Qwen2-Audio looks for the key alone."""
-_VIDEOS = ("video_url", "video", "input_video")
+_OTHER_VIDEOS = ("video", "input_video")
 
 
 def read_chat(
@@ -253,10 +259,10 @@ def _part(where: str, part: object, media: "list[MediaPart]") -> str | dict[str,
 
         media.append(read_part(where, part))
         return mark
-    if kind in _VIDEOS:
-        raise errors.InvalidArgument(f"{where}.{kind}: videos are not read; send images of it", f"{where}.{kind}")
+    if kind in _OTHER_VIDEOS:
+        raise errors.InvalidArgument(f"{where}.{kind}: send a video as a part of type video_url", f"{where}.{kind}")
     if kind not in _TEXT_PARTS:
-        reason = f"{str(kind)[:64]!r} is not supported; send text, image_url or input_audio"
+        reason = f"{str(kind)[:64]!r} is not supported; send text, image_url, video_url or input_audio"
         raise errors.InvalidArgument(f"{where}.type: {reason}", f"{where}.type")
     return _string(f"{where}.{kind}", part.get(kind))
 

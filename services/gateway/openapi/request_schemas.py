@@ -114,7 +114,8 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
         Turns,
         Meta(
             description="Turns: role (system, developer, user, assistant, tool), content (text, or parts: text and "
-            "image_url, a data: URL or one that the mesh may fetch, or input_audio, base64 with its format), "
+            "image_url or video_url, a data: URL or one that the mesh may fetch, or input_audio, base64 with its "
+            "format), "
             "tool_calls, tool_call_id, name, reasoning_content."
         ),
     ]

@@ -61,9 +61,9 @@ class PromptFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An image or a sound of a prompt."""
+    """An image, a video or a sound of a prompt."""
 
-    type: Annotated[Literal["image_url", "audio_url"], Meta(description="What it is.")]
+    type: Annotated[Literal["image_url", "audio_url", "video_url"], Meta(description="What it is.")]
     url: Annotated[str | None, Meta(description="A data: URL, or an address that an encoder fetches.")] = None
     uuid: Annotated[str | None, Meta(description="Its name in later requests, or of an earlier one without url.")] = (
         None

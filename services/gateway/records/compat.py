@@ -36,7 +36,6 @@ def top_field(name: str) -> str:
 _NO_ACCOUNTS = "The gateway has no accounts; use API keys."
 _ONLY_TEXT = "Models read text only."
 _WRITES_TEXT = "Models write text only."
-_NO_VIDEO = "Send images of it."
 _NO_FILES = "Send text or images."
 _STRUCTURED = "Send structured_outputs."
 _CACHED_ANYWAY = "Prefixes are cached without it."
@@ -233,18 +232,17 @@ FOREIGN_APIS = (
         + """
         add_generation_prompt continue_final_message documents chat_template_kwargs include_reasoning reasoning.effort
         reasoning.enabled reasoning.exclude thinking.type messages[].reasoning_content messages[].reasoning
-        mm_processor_kwargs messages[].content[].uuid messages[].content[].audio_url
+        mm_processor_kwargs messages[].content[].uuid messages[].content[].audio_url messages[].content[].video_url
         """,
         refused={
             **_REFUSED_OF_VLLM,
-            "messages[].content[].video_url": _NO_VIDEO,
             "add_special_tokens": "Templates add their own.",
             "echo": "Only in completions.",
             "chat_template": "Operators choose the template.",
         },
         ignored={
             **_IGNORED_OF_VLLM,
-            "media_io_kwargs": "Images are read as their files have them.",
+            "media_io_kwargs": "Send mm_processor_kwargs for the frames of videos.",
             "reasoning.max_tokens": "Send thinking_token_budget.",
             "thinking.budget_tokens": "Send thinking_token_budget.",
         },

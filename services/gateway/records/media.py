@@ -1,4 +1,4 @@
-"""Images and sounds of requests: how clients send them, and the files that the gateway holds of them."""
+"""Images, videos and sounds of requests: how clients send them, and the files that the gateway holds of them."""
 
 import base64
 import binascii
@@ -15,13 +15,16 @@ from tokenloom.v1 import types_pb2
 
 _HEAD = re.compile(r"data:([^,;]*)(?:;[^,;=]+=[^,;]*)*;(base64|sha256),", re.IGNORECASE)
 _URL = re.compile(r"https?://", re.IGNORECASE)
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 RAW_DIGEST = "sha256:"
 """Before the digest of a file in place of its base64, where no data: URL is expected."""
 OPTIONS_FIELD = "mm_processor_kwargs"
-OPTIONS = frozenset({"min_pixels", "max_pixels", "max_soft_tokens"})
-"""What clients may set of a model's image processor, each a whole number; the tokenizer knows which its model has."""
+OPTIONS = frozenset({"min_pixels", "max_pixels", "max_soft_tokens", "num_frames", "fps"})
+"""What clients may set of a model's processor, each a whole number but the last; the tokenizer knows which its model
+has."""
+_RATE = "fps"
 MAX_NAME = 128
-"""Limits the names that clients give to images and sounds."""
+"""Limits the names that clients give to images, videos and sounds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +67,7 @@ FindStored: TypeAlias = Callable[[str, str], StoredMedia]
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """An image or a sound in a conversation. Its place is that of its part among all of the conversation."""
+    """An image, a video or a sound in a conversation. Its place is that of its part among all of the conversation."""
 
     field: str
     """The client's name of it, for errors."""
@@ -105,25 +108,33 @@ _SOUND_PARTS = ("input_audio", "audio_url")
 MODALITIES: Mapping[types_pb2.MediaKind, str] = {
     types_pb2.MEDIA_KIND_IMAGE: "image",
     types_pb2.MEDIA_KIND_AUDIO: "audio",
+    types_pb2.MEDIA_KIND_VIDEO: "video",
 }
 """What vLLM's endpoints call each kind."""
 _NOUNS: Mapping[types_pb2.MediaKind, str] = {
     types_pb2.MEDIA_KIND_IMAGE: "image",
     types_pb2.MEDIA_KIND_AUDIO: "sound",
+    types_pb2.MEDIA_KIND_VIDEO: "video",
 }
 _TYPES: Mapping[types_pb2.MediaKind, tuple[str, ...]] = {
     types_pb2.MEDIA_KIND_IMAGE: ("image/",),
     types_pb2.MEDIA_KIND_AUDIO: ("audio/", "video/", "application/ogg"),  # browsers call a recording video/webm
+    types_pb2.MEDIA_KIND_VIDEO: ("video/",),
 }
 """How media types of files begin."""
 _EXAMPLES: Mapping[types_pb2.MediaKind, str] = {
     types_pb2.MEDIA_KIND_IMAGE: "image/png",
     types_pb2.MEDIA_KIND_AUDIO: "audio/wav",
+    types_pb2.MEDIA_KIND_VIDEO: "video/mp4",
 }
+_LISTED = "video/jpeg"
+"""The type of a list of pictures, as vLLM's clients send a video: the base64 of each, with commas between them."""
+_WITH_RATE = re.compile(r"data:video/jpeg;fps=", re.IGNORECASE)
+_LONGEST_HEAD = 64
 
 
 def noun_of(kind: types_pb2.MediaKind) -> str:
-    """Return what messages call an image or a sound."""
+    """Return what messages call an image, a video or a sound."""
     return _NOUNS.get(kind, "file")
 
 
@@ -142,6 +153,11 @@ def sound_part(field: str, url: str) -> dict[str, str]:
     return {"type": "audio_url", "audio_url": url, "field": field}
 
 
+def video_part(field: str, url: str) -> dict[str, str]:
+    """Return the part of a chat that stands for a video of another API. ``field``: the client's name of the video."""
+    return {"type": "video_url", "video_url": url, "field": field}
+
+
 def raw_url(field: str, data: object, kind: str = "image/png", noun: str = "an image") -> str:
     """Return the URL of a file that is base64 alone. Raises ``InvalidArgument`` naming the field."""
     if not isinstance(data, str) or not data:
@@ -152,8 +168,19 @@ def raw_url(field: str, data: object, kind: str = "image/png", noun: str = "an i
 
 
 def read_part(where: str, part: Mapping[str, object]) -> MediaPart:
-    """Return the image or the sound of a part. Raises as :func:`read_image` and :func:`read_sound`."""
-    return read_sound(where, part) if part.get("type") in _SOUND_PARTS else read_image(where, part)
+    """Return the image, the video or the sound of a part. Raises as the functions that read these."""
+    if (kind := part.get("type")) in _SOUND_PARTS:
+        return read_sound(where, part)
+    return read_video(where, part) if kind == "video_url" else read_image(where, part)
+
+
+def read_video(where: str, part: Mapping[str, object]) -> MediaPart:
+    """Return the video of a part: vLLM's ``video_url``, whose URL is in an object or not; or that of a
+    :func:`video_part`. ``where``: the client's name of the part. Raises ``InvalidArgument`` naming its field."""
+    name = _read_name(f"{where}.uuid", part.get("uuid"))
+    field, value = str(part.get("field") or f"{where}.video_url")[:256], part.get("video_url")
+    url = value.get("url") if isinstance(value, Mapping) else value
+    return _read_url(field, url, name, types_pb2.MEDIA_KIND_VIDEO)
 
 
 def read_sound(where: str, part: Mapping[str, object]) -> MediaPart:
@@ -211,7 +238,7 @@ def _read_name(where: str, name: object) -> str:
 
 
 def _read_url(where: str, value: object, name: str, kind: types_pb2.MediaKind) -> MediaPart:
-    noun = "an image" if kind == types_pb2.MEDIA_KIND_IMAGE else "a sound"
+    noun = "an image" if kind == types_pb2.MEDIA_KIND_IMAGE else f"a {noun_of(kind)}"
     if value is None and name:
         return MediaPart(where, name=name, kind=kind)
     if not isinstance(value, str) or not value:
@@ -227,6 +254,8 @@ def _read_url(where: str, value: object, name: str, kind: types_pb2.MediaKind) -
     rest = value[head.end() :]
     if head[2].lower() == "sha256":
         return MediaPart(where, digest=read_digest(where, rest), name=name, kind=kind)
+    if found == _LISTED and ("," in rest or _WITH_RATE.match(value)):
+        return MediaPart(where, ClientFile.of(_listed(where, head[0], rest)), name=name, kind=kind)
     return MediaPart(where, ClientFile.of(_decode(where, rest, noun_of(kind))), name=name, kind=kind)
 
 
@@ -240,6 +269,16 @@ def read_digest(where: str, text: str) -> bytes:
     return digest
 
 
+def _listed(where: str, head: str, text: str) -> bytes:
+    """Return the file of a list of pictures, which encoders decode one by one: the list as it came."""
+    for picture in text.split(","):
+        if not picture or not _BASE64.fullmatch(picture):
+            raise InvalidArgument(f"{where} must list the base64 of pictures, with commas between them", where)
+    if len(head) > _LONGEST_HEAD:
+        raise InvalidArgument(f"{where}: {_LISTED} may have ;fps= before ;base64, and nothing else", where)
+    return f"{head}{text}".encode()
+
+
 def _decode(where: str, text: str, noun: str) -> bytes:
     try:
         data = base64.b64decode(text, validate=True)
@@ -251,7 +290,7 @@ def _decode(where: str, text: str, noun: str) -> bytes:
 
 
 def read_options(values: Mapping[str, object] | None, field: str = OPTIONS_FIELD) -> bytes:
-    """Return the client's options of the image processor as canonical JSON; empty: it sets none.
+    """Return the client's options of the processor as canonical JSON; empty: it sets none.
 
     ``field``: the client's name of them. Raises ``InvalidArgument`` for others than ``OPTIONS``.
     """
@@ -261,13 +300,23 @@ def read_options(values: Mapping[str, object] | None, field: str = OPTIONS_FIELD
         where = f"{field}.{name[:64]}"
         if name not in OPTIONS:
             raise InvalidArgument(f"{where} is not supported; there are: {', '.join(sorted(OPTIONS))}", where)
-        if type(value) is not int or not 0 < value < 2**31:
-            raise InvalidArgument(f"{where} must be a whole number above 0", where)
-    return ("{" + ",".join(f'"{name}":{values[name]}' for name in sorted(values)) + "}").encode()
+        kinds, whole = ((int, float), "") if name == _RATE else ((int,), " whole")
+        if type(value) not in kinds or not 0 < value < 2**31:  # type: ignore[operator]
+            raise InvalidArgument(f"{where} must be a{whole} number above 0", where)
+    return ("{" + ",".join(f'"{name}":{_number(values[name])}' for name in sorted(values)) + "}").encode()
 
 
-_URLS = {"input_image": "image_url", "audio_url": "audio_url"}
-"""Where the parts that :func:`image_part` and :func:`sound_part` return have their files."""
+def _number(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_URLS = {"input_image": "image_url", "audio_url": "audio_url", "video_url": "video_url"}
+"""Where the parts that :func:`image_part`, :func:`sound_part` and :func:`video_part` return have their files."""
+_KINDS_OF_URLS = {
+    "image_url": types_pb2.MEDIA_KIND_IMAGE,
+    "audio_url": types_pb2.MEDIA_KIND_AUDIO,
+    "video_url": types_pb2.MEDIA_KIND_VIDEO,
+}
 
 
 def name_by_digest(turns: Iterable[Mapping[str, object]], find: FindStored | None = None) -> dict[bytes, AnyFile]:
@@ -281,7 +330,7 @@ def name_by_digest(turns: Iterable[Mapping[str, object]], find: FindStored | Non
         for part in content if isinstance(content, list) else ():
             if (member := _URLS.get(part["type"])) is None:
                 continue
-            kind = types_pb2.MEDIA_KIND_IMAGE if member == "image_url" else types_pb2.MEDIA_KIND_AUDIO
+            kind = _KINDS_OF_URLS[member]
             if "file_id" in part:
                 file: AnyFile | None = _stored(part.pop("file_id"), part["field"], find)
             else:
@@ -339,8 +388,8 @@ class KeptFiles:
 
 
 def check_parts(parts: Sequence[MediaPart], limits: types_pb2.ModelLimits | None, model: str, *, is_able: bool) -> None:
-    """Refuse images and sounds that cannot be read, before anything is spent on them. ``is_able``: the tokenizer knows
-    how the model writes some.
+    """Refuse images, videos and sounds that cannot be read, before anything is spent on them. ``is_able``: the
+    tokenizer knows how the model writes some.
 
     Raises ``InvalidArgument``, and ``Unavailable`` before the first engine serves.
     """
@@ -354,6 +403,7 @@ def check_parts(parts: Sequence[MediaPart], limits: types_pb2.ModelLimits | None
     for kind, most in (
         (types_pb2.MEDIA_KIND_IMAGE, limits.max_images_per_prompt),
         (types_pb2.MEDIA_KIND_AUDIO, limits.max_sounds_per_prompt),
+        (types_pb2.MEDIA_KIND_VIDEO, limits.max_videos_per_prompt),
     ):
         own = [part for part in parts if part.kind == kind]
         if most and len(own) > most:
@@ -390,4 +440,4 @@ def check_items(
 def check_used(files: Iterable[bytes], parts: Iterable[MediaPart]) -> None:
     """Raise ``InvalidArgument`` for a file of the body that no part shows. ``files``: their digests."""
     if not set(files) <= {part.digest for part in parts}:
-        raise InvalidArgument("the body holds base64 of a file at a place where no image and no sound is read")
+        raise InvalidArgument("the body holds base64 of a file at a place where no image, video or sound is read")

@@ -229,7 +229,8 @@ def _unnamed(part: Mapping[str, Any]) -> Mapping[str, Any]:
 def _part(where: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _VIDEOS:
-        raise InvalidArgument(f"{where}.{kind}: videos are not read; send images of it", f"{where}.{kind}")
+        message = f"{where}.{kind}: this API has no videos; send it as video_url to /v1/chat/completions"
+        raise InvalidArgument(message, f"{where}.{kind}")
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise InvalidArgument(f"{where}.type: {str(kind)[:64]!r} is not supported; send text", f"{where}.type")
     member = _TEXT_PARTS[kind]

@@ -226,19 +226,29 @@ class Qwen:
         return MediaText(self.token * (lines * columns), (1, lines, columns))
 
     def _grid(self, size: ShownMedia) -> tuple[int, int]:
-        width, height, side = size.width, size.height, self.side
-        most = option(size, "max_pixels", self.most, side**2, self.most)
+        most = option(size, "max_pixels", self.most, self.side**2, self.most)
         least = option(size, "min_pixels", min(self.least, most), 1, most)
-        if max(width, height) / min(width, height) > _MOST_ASPECT:
-            raise ValueError(f"one side of it is more than {_MOST_ASPECT} times as long as the other")
-        lines, columns = round(height / side), round(width / side)
-        if lines * columns * side**2 > most:
-            scale = math.sqrt((height * width) / most)
-            lines, columns = (max(1, math.floor(length / scale / side)) for length in (height, width))
-        elif lines * columns * side**2 < least:
-            scale = math.sqrt(least / (height * width))
-            lines, columns = (math.ceil(length * scale / side) for length in (height, width))
-        return lines, columns
+        return scaled_grid(size.width, size.height, self.side, least, most)
+
+
+def scaled_grid(
+    width: int, height: int, side: int, least: int, most: int, *, shown: int = 1, frames: int = 1
+) -> tuple[int, int]:
+    """Return the lines and columns of squares of ``side`` pixels to which Qwen's processors scale an image, so that it
+    has from ``least`` to ``most`` pixels; with ``frames``, a video of so many, of which ``shown`` count at first.
+
+    Raises ``ValueError`` for one that is too narrow.
+    """
+    if max(width, height) / min(width, height) > _MOST_ASPECT:
+        raise ValueError(f"one side of it is more than {_MOST_ASPECT} times as long as the other")
+    lines, columns = round(height / side), round(width / side)
+    if shown * lines * columns * side**2 > most:
+        scale = math.sqrt((frames * height * width) / most)
+        lines, columns = (max(1, math.floor(length / scale / side)) for length in (height, width))
+    elif shown * lines * columns * side**2 < least:
+        scale = math.sqrt(least / (frames * height * width))
+        lines, columns = (math.ceil(length * scale / side) for length in (height, width))
+    return lines, columns
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""Reads from a checkpoint's files how its model writes images or sounds, and places them in rendered conversations."""
+"""Reads from a checkpoint's files how its model writes images, videos or sounds, and places them in rendered
+conversations."""
 
 import hashlib
 import json
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,24 @@ from tokenizers import Tokenizer
 from tokenloom.model_files.checkpoint import digest_of
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1.tokenizer_pb2 import MediaSize
-from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaKind, MediaRun
+from tokenloom.v1.types_pb2 import (
+    MEDIA_KIND_AUDIO,
+    MEDIA_KIND_IMAGE,
+    MEDIA_KIND_VIDEO,
+    MediaItem,
+    MediaKind,
+    MediaRun,
+)
 
 from .families import Gemma4, Idefics, InternVL, OneVision, Pixtral, Qwen, Qwen2Audio, gemma3, llava
 from .media_text import OPTIONS_FIELD, Entries, MediaFamily, MediaText, ShownMedia
+from .video_families import Qwen2Video, Qwen3Video
 
-_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
-"""What the rows of an image or a sound depend on, beside the weights."""
-_NAMES = {MEDIA_KIND_IMAGE: "image", MEDIA_KIND_AUDIO: "sound"}
+_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What the rows of an image, a video or a sound depend on, beside the weights."""
+_NAMES = {MEDIA_KIND_IMAGE: "image", MEDIA_KIND_AUDIO: "sound", MEDIA_KIND_VIDEO: "video"}
+_NUMBERS = {"fps": (int, float)}
+"""The types of options that are no whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class _Checkpoint:
     """Of the processor of images, or of sounds."""
     processor: Entries
     tokenizer: Tokenizer
+    videos: Entries
+    """Of the processor of videos."""
 
     def token(self, kind: str, default: str) -> str:
         """Return the token that ``config.json`` names by its id, as ``image_token_id`` or ``image_token_index``."""
@@ -81,6 +96,15 @@ def _onevision(files: _Checkpoint) -> MediaFamily:
     return OneVision.read(files.token("image", "<image>"), files.config, files.images, files.processor)
 
 
+def _qwen2_video(files: _Checkpoint) -> MediaFamily:
+    return Qwen2Video.read(files.token("video", "<|video_pad|>"), files.config, files.videos)
+
+
+def _qwen3_video(files: _Checkpoint) -> MediaFamily:
+    begin, end = files.token("vision_start", "<|vision_start|>"), files.token("vision_end", "<|vision_end|>")
+    return Qwen3Video.read(files.token("video", "<|video_pad|>"), begin, end, files.videos)
+
+
 def _qwen2_audio(files: _Checkpoint) -> MediaFamily:
     return Qwen2Audio.read(files.token("audio", "<|AUDIO|>"), files.images)
 
@@ -97,11 +121,16 @@ _FAMILIES: Mapping[str, Callable[[_Checkpoint], MediaFamily]] = {
     "qwen2_audio": _qwen2_audio,
 }
 """By the ``model_type`` of ``config.json``."""
+_VIDEOS: Mapping[str, Callable[[_Checkpoint], MediaFamily]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _qwen2_video),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_video),
+}
+"""Of those that are shown videos, too."""
 
 
 @dataclass(frozen=True)
 class MediaReader:
-    """Expands the images or sounds of conversations, and describes their rows."""
+    """Expands the images, videos or sounds of conversations, and describes their rows."""
 
     family: MediaFamily
     token_id: int
@@ -114,6 +143,10 @@ class MediaReader:
     """Whether the tokens of an image see each other."""
     vocab_size: int = 2**32
     """Of the model, whose embeddings may end before the token's id."""
+    videos: MediaFamily | None = None
+    """How the model is shown videos; None: it is shown none."""
+    video_id: int | None = None
+    """The id of their token."""
 
     @classmethod
     def of_checkpoint(cls, path: Path, tokenizer: Tokenizer) -> "MediaReader | None":
@@ -134,8 +167,14 @@ class MediaReader:
             Entries(images, "preprocessor_config.json"),
             Entries(processor, "processor_config.json"),
             tokenizer,
+            _video_entries(path, processor, images),
         )
         family = make(files)
+        make_videos = _VIDEOS.get(config["model_type"])
+        videos = None if make_videos is None else make_videos(files)
+        video_id = None if videos is None else tokenizer.token_to_id(videos.token)
+        if video_id is None:  # what was left out of a vocabulary is not shown
+            videos = None
         token_id = tokenizer.token_to_id(family.token)
         if token_id is None:
             raise InvalidArgument(f"model: the tokenizer has no token {family.token!r}", "model")
@@ -147,57 +186,102 @@ class MediaReader:
             levels=1 + len(entries.part("vision_config").items("deepstack_visual_indexes")),
             is_whole=config["model_type"] == "gemma3" or bidirectional == "vision",
             vocab_size=entries.part("text_config").number("vocab_size", entries.number("vocab_size", 2**32)),
+            videos=videos,
+            video_id=video_id,
         )
+
+    @property
+    def kinds(self) -> list[MediaKind]:
+        """What the model reads beside text."""
+        return [self.family.kind] if self.videos is None else [self.family.kind, self.videos.kind]
 
     def expand(self, rendered: str, media: Sequence[MediaSize], salt: bytes = b"") -> tuple[str, list[MediaItem]]:
         """Return the text of a rendered conversation with the tokens of its media, and its items without their runs.
 
-        ``salt``: the tenant's, part of the items' keys. Raises ``InvalidArgument`` for an image or a sound that the
-        model does not take, and for a template that does not write one mark for each.
+        ``salt``: the tenant's, part of the items' keys. Raises ``InvalidArgument`` for what the model does not take,
+        and for a template that does not write one mark for each, in their order.
         """
         # The text, and never its ids: tokens of the text between tiles merge with the text around the image.
-        pieces, mark = rendered.split(self.family.mark), self.family.mark
-        if len(pieces) - 1 != len(media):
+        marks = [family.mark for family in self._families]
+        pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
+        written = pieces[1::2]
+        expected = [self._family(index, each.kind).mark for index, each in enumerate(media)]
+        if written != expected:
+            names = " and ".join(f"{_NAMES[family.kind]}s" for family in self._families)
             raise InvalidArgument(
-                f"the chat template of this model has written {len(pieces) - 1} marks {mark} for {len(media)} "
-                f"{self._name}s: it has no place for them in these turns",
+                f"the chat template of this model has written {len(written)} marks {' or '.join(marks)} for "
+                f"{len(media)} {names}{' in another order' if len(written) == len(media) else ''}: it has no place for "
+                "them in these turns",
                 "messages",
             )
-        written, items = [pieces[0]], []
-        for index, (image, piece) in enumerate(zip(media, pieces[1:], strict=True)):
-            text = self._text(index, image, len(media))
-            items.append(self._item(image, text, index, len(media), salt))
-            written += text.text, piece
-        return "".join(written), items
+        texts = self._texts(media)
+        for index, text in enumerate(texts):
+            pieces[2 * index + 1] = text.text
+        return "".join(pieces), self._items(media, texts, salt)
+
+    def order(self, rendered: str, kinds: Sequence[MediaKind]) -> list[int]:
+        """Return the places of media of these kinds in the order in which a text has marks for them. It is theirs where
+        the text has others: :meth:`expand` says so."""
+        places = {
+            family.mark: [at for at, kind in enumerate(kinds) if kind == family.kind] for family in self._families
+        }
+        written = re.findall("|".join(map(re.escape, places)), rendered)
+        if Counter(written) != Counter({mark: len(own) for mark, own in places.items() if own}):
+            return list(range(len(kinds)))
+        taken = {mark: iter(own) for mark, own in places.items()}
+        return [next(taken[mark]) for mark in written]
 
     def items(self, media: Sequence[MediaSize], salt: bytes = b"") -> list[MediaItem]:
         """Return what :meth:`expand` does for media of a conversation whose tokens are known. Raises as it does."""
-        count = len(media)
+        return self._items(media, self._texts(media), salt)
+
+    @property
+    def _families(self) -> list[MediaFamily]:
+        return [self.family] if self.videos is None else [self.family, self.videos]
+
+    def _family(self, index: int, kind: MediaKind) -> MediaFamily:
+        """Return the family of a kind. Raises as :meth:`check_kind`."""
+        self.check_kind(index, kind)
+        return self.family if kind == self.family.kind or self.videos is None else self.videos
+
+    def _texts(self, media: Sequence[MediaSize]) -> list[MediaText]:
+        """Return what stands for each of a prompt's media."""
+        families = [self._family(index, each.kind) for index, each in enumerate(media)]
+        known = {name for family in families for name in family.option_names}
+        counts = Counter(each.kind for each in media)
         return [
-            self._item(image, self._text(index, image, count), index, count, salt) for index, image in enumerate(media)
+            self._text(index, each, family, known, counts[each.kind])
+            for index, (each, family) in enumerate(zip(media, families, strict=True))
         ]
 
-    def _text(self, index: int, image: MediaSize, count: int) -> MediaText:
-        """Return the tokens of one of ``count`` images or sounds, as text."""
-        size = self._size(index, image)
+    def _text(self, index: int, image: MediaSize, family: MediaFamily, known: Collection[str], count: int) -> MediaText:
+        """Return the tokens of one of ``count`` images, videos or sounds, as text. ``known``: the options of all of the
+        prompt's media, of which each takes its own."""
+        size = self._size(index, image, family, known)
         try:
-            text = self.family.text(size, count)
+            text = family.text(size, count)
         except ValueError as error:
-            raise self._refused(index, str(error)) from None
-        if not text.text.count(self.family.token):
+            raise self._refused(index, family, str(error)) from None
+        if not text.text.count(family.token):
             length = f"{image.samples} samples" if image.samples else f"{image.width} x {image.height}"
-            raise self._refused(index, f"its size of {length} leaves no rows")
+            raise self._refused(index, family, f"its size of {length} leaves no rows")
         return text
 
     def place(self, items: Sequence[MediaItem], token_ids: list[int]) -> None:
         """Give items the runs of their tokens in a prompt; ids that the model has not become 0 there. Raises
         ``InvalidArgument`` if there are others."""
-        token_id = self.token_id
+        self._place(self.family, self.token_id, items, token_ids)
+        if self.videos is not None and self.video_id is not None:
+            self._place(self.videos, self.video_id, items, token_ids)
+
+    def _place(self, family: MediaFamily, token_id: int, media: Sequence[MediaItem], token_ids: list[int]) -> None:
+        """Give items of a family the runs of their tokens."""
+        items = [item for item in media if item.kind == family.kind]
         places = [position for position, each in enumerate(token_ids) if each == token_id]
         if len(places) != sum(item.num_rows for item in items):
             raise InvalidArgument(
-                f"messages: there are {len(places)} tokens {self.family.token} for "
-                f"{sum(item.num_rows for item in items)} rows of the {self._name}s; each row takes one",
+                f"messages: there are {len(places)} tokens {family.token} for "
+                f"{sum(item.num_rows for item in items)} rows of the {_NAMES[family.kind]}s; each row takes one",
                 "messages",
             )
         taken = 0
@@ -208,39 +292,54 @@ class MediaReader:
             for position in places:
                 token_ids[position] = 0
 
-    @property
-    def _name(self) -> str:
-        return _NAMES[self.family.kind]
-
-    def _refused(self, index: int, reason: str) -> InvalidArgument:
-        where = f"{self._name} {index + 1} of the conversation"
+    def _refused(self, index: int, family: MediaFamily, reason: str) -> InvalidArgument:
+        where = f"{_NAMES[family.kind]} {index + 1} of the conversation"
         return InvalidArgument(f"{where} cannot be read by this model: {reason}", f"media[{index}]")
 
     def check_kind(self, index: int, kind: MediaKind) -> None:
         """Raise ``InvalidArgument`` if the model does not read what has this place among a prompt's media."""
-        if kind != self.family.kind:
-            other = _NAMES.get(kind, "medium")
-            raise InvalidArgument(f"this model reads text and {self._name}s, and no {other}s", f"media[{index}]")
+        if kind not in self.kinds:
+            other, readable = _NAMES.get(kind, "medium"), [f"{_NAMES[each]}s" for each in self.kinds]
+            raise InvalidArgument(
+                f"this model reads text and {' and '.join(readable)}, and no {other}s", f"media[{index}]"
+            )
 
-    def _size(self, index: int, image: MediaSize) -> ShownMedia:
-        self.check_kind(index, image.kind)
-        if not (image.samples if image.kind == MEDIA_KIND_AUDIO else image.width and image.height):
-            raise self._refused(index, "it is empty")
+    def _size(self, index: int, image: MediaSize, family: MediaFamily, known: Collection[str]) -> ShownMedia:
+        is_there = {
+            MEDIA_KIND_AUDIO: bool(image.samples),
+            MEDIA_KIND_VIDEO: bool(image.frames and image.width and image.height),
+        }.get(image.kind, bool(image.width and image.height))
+        if not is_there:
+            raise self._refused(index, family, "it is empty")
         options: Mapping[str, Any] = json.loads(image.options_json) if image.options_json else {}
         for name, value in options.items():
-            if name not in self.family.option_names or type(value) is not int:
-                known = ", ".join(sorted(self.family.option_names)) or "none"
+            if name not in known or type(value) not in _NUMBERS.get(name, (int,)):
+                names = ", ".join(sorted(known)) or "none"
                 raise InvalidArgument(
-                    f"{OPTIONS_FIELD}.{name[:64]} is not an option of this model's {self._name}s; there are: {known}",
+                    f"{OPTIONS_FIELD}.{name[:64]} is not an option of this model's {_NAMES[family.kind]}s; there are: "
+                    f"{names}",
                     f"{OPTIONS_FIELD}.{name[:64]}",
                 )
-        return ShownMedia(image.width, image.height, options, image.samples)
+        own = _own_options(image, family)
+        return ShownMedia(image.width, image.height, own, image.samples, image.frames, image.frame_rate)
+
+    def _items(self, media: Sequence[MediaSize], texts: Sequence[MediaText], salt: bytes) -> list[MediaItem]:
+        counts = Counter(each.kind for each in media)
+        return [
+            self._item(each, text, index, counts[each.kind], salt)
+            for index, (each, text) in enumerate(zip(media, texts, strict=True))
+        ]
 
     def _item(self, image: MediaSize, text: MediaText, index: int, count: int, salt: bytes) -> MediaItem:
-        num_rows = text.text.count(self.family.token)
+        family = self._family(index, image.kind)
+        num_rows, options = text.text.count(family.token), text.options_json
+        if not options and (own := _own_options(image, family)):
+            options = json.dumps(own, sort_keys=True, separators=(",", ":")).encode()
         # The rows of an image alone and beside another one may be of the same number, but are not the same rows.
-        place = min(count, 2) if self.family.depends_on_count else 0
-        parts = (salt, image.digest, self.fingerprint, image.options_json, struct.pack("<QQ", num_rows, place))
+        place = min(count, 2) if family.depends_on_count else 0
+        parts = [salt, image.digest, self.fingerprint, options, struct.pack("<QQ", num_rows, place)]
+        if text.frame_step:
+            parts.append(struct.pack("<d", text.frame_step))
         frames, lines, columns = text.grid
         return MediaItem(
             key=digest_of_parts(parts),
@@ -250,13 +349,30 @@ class MediaReader:
             grid_t=frames,
             grid_h=lines,
             grid_w=columns,
+            frame_step=text.frame_step,
             is_whole=self.is_whole,
             encoder=image.encoder,
             digest=image.digest,
-            options_json=image.options_json,
+            options_json=options,
             index=index,
             num_in_prompt=count,
         )
+
+
+def _own_options(image: MediaSize, family: MediaFamily) -> dict[str, Any]:
+    """Return those of a prompt's options that its family takes."""
+    options: Mapping[str, Any] = json.loads(image.options_json) if image.options_json else {}
+    return {name: value for name, value in options.items() if name in family.option_names}
+
+
+def _video_entries(path: Path, processor: Mapping[str, Any], images: Mapping[str, Any]) -> Entries:
+    """Return the entries of the processor of videos, which are those of images where a checkpoint has no others."""
+    if processor.get("video_processor"):
+        return Entries(processor["video_processor"], "processor_config.json: video_processor")
+    if found := read_entries(path / "video_preprocessor_config.json"):
+        return Entries(found, "video_preprocessor_config.json")
+    own = read_entries(path / "preprocessor_config.json")
+    return Entries(own or images, "preprocessor_config.json")
 
 
 def _runs(places: Sequence[int]) -> Iterator[MediaRun]:

@@ -1,5 +1,7 @@
-"""What stands for an image or a sound in a prompt's text, and how a family of models computes it from its size."""
+"""What stands for an image, a video or a sound in a prompt's text, and how a family of models computes it from its
+size."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -11,14 +13,18 @@ OPTIONS_FIELD = "mm_processor_kwargs"
 
 
 class ShownMedia(NamedTuple):
-    """An image as it is shown, after the turn that its Exif data ask for; or a sound."""
+    """An image or a video as it is shown, after the turn that its data ask for; or a sound."""
 
     width: int = 0
     height: int = 0
-    options: Mapping[str, int] = {}
-    """Of the processor, as the client has set them; what is missing is as the checkpoint's files say."""
+    options: Mapping[str, Any] = {}
+    """Of the processor, as the client has set them, each a number; what is missing is as the checkpoint's files say."""
     samples: int = 0
     """Of a sound, at the processor's rate."""
+    frames: int = 0
+    """Of a video."""
+    rate: float = 0.0
+    """Frames of a video in a second; 0: it is a list of pictures, of which all are shown."""
 
 
 class MediaText(NamedTuple):
@@ -27,10 +33,14 @@ class MediaText(NamedTuple):
     text: str
     grid: tuple[int, int, int] = (0, 0, 0)
     """Frames, lines and columns of the rows, where rotary positions count them; zeros: they count on."""
+    frame_step: float = 0.0
+    """Rotary positions from a frame to the next; 0: one."""
+    options_json: bytes = b""
+    """What the encoder has to know; empty: the client's options."""
 
 
 class MediaFamily(Protocol):
-    """Knows how a family of models writes images, or sounds."""
+    """Knows how a family of models writes images, videos, or sounds."""
 
     kind: ClassVar[MediaKind]
     option_names: ClassVar[frozenset[str]]
@@ -40,14 +50,14 @@ class MediaFamily(Protocol):
 
     @property
     def mark(self) -> str:
-        """What the chat template writes for an image or a sound."""
+        """What the chat template writes for an image, a video or a sound."""
 
     @property
     def token(self) -> str:
         """The token that stands for one row."""
 
     def text(self, size: ShownMedia, count: int) -> MediaText:
-        """Return what stands for an image or a sound of this size among ``count`` of a prompt.
+        """Return what stands for an image, a video or a sound of this size among ``count`` of a prompt.
 
         Raises ``ValueError`` for a size that the family refuses, ``InvalidArgument`` for an option.
         """
@@ -75,6 +85,14 @@ class Entries:
     def count(self, key: str, default: int = 0) -> int:
         """Return a whole number from 0 on. Raises ``InvalidArgument`` for anything else."""
         return self._whole(key, default, 0)
+
+    def positive(self, key: str, default: float) -> float:
+        """Return a finite number above 0. Raises ``InvalidArgument`` for anything else."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise InvalidArgument(f"model: {self._name}: {key} must be a number above 0", "model")
+        return float(value)
 
     def text(self, key: str, default: str = "") -> str:
         """Return a text; a token may be an object with its content."""

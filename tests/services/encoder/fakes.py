@@ -17,7 +17,7 @@ from tokenloom.services.encoder.row_cache import RowCache
 from tokenloom.services.encoder.row_maker import Rows
 from tokenloom.services.encoder.sound_files import SoundFile, SoundFiles, SoundLimits
 from tokenloom.v1.encoder_pb2 import GetEncoderInfoResponse, PutHeader, PutRequest, PutResponse, RowType
-from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem
+from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaKind
 
 WIDTH = 8
 
@@ -32,7 +32,7 @@ class FakeMaker:
         self.opened.set()
         self.num_made = self.num_running = self.most_running = 0
 
-    async def size(self, data: bytes) -> PutResponse:
+    async def size(self, data: bytes, kind: MediaKind = MEDIA_KIND_IMAGE) -> PutResponse:
         if data.startswith(b"bad"):
             raise errors.InvalidArgument("The image is not a PNG, JPEG, WebP or GIF.", "messages")
         return PutResponse(width=len(data), height=1, num_bytes=len(data))

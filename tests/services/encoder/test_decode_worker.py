@@ -21,11 +21,11 @@ def test_it_loads_before_it_is_nice(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *_: done.append(what) or result
 
     monkeypatch.setattr(decode_worker, "_load", note("load"))
-    monkeypatch.setattr(decode_worker, "confine", note("confine", True))
+    monkeypatch.setattr(decode_worker, "confine", lambda **_: done.append("confine") or True)
     monkeypatch.setattr(os, "nice", note("nice"))
     monkeypatch.setattr(resource, "setrlimit", note("limit"))
     for name in ("begin", "limit_memory", "limit_time", "write_message"):
         monkeypatch.setattr(helper_pipe, name, note(name))
     monkeypatch.setattr(helper_pipe, "read_message", lambda: messages.pop(0))
     decode_worker.main()
-    assert done == ["begin", "load", "nice", "confine", "limit_memory", "limit", "write_message", "limit_time"]
+    assert done == ["begin", "load", "nice", "limit_memory", "limit", "confine", "write_message", "limit_time"]

@@ -174,7 +174,7 @@ async def test_a_released_file_makes_room() -> None:
 
 async def test_files_of_urls_are_fetched_where_that_is_allowed() -> None:
     class Fetcher:
-        async def fetch(self, url: str) -> bytes:
+        async def fetch(self, url: str, max_bytes: int | None = None) -> bytes:
             return url.encode()
 
     header = {"url": "https://host/a.png", "digest": b"", "num_bytes": 0}

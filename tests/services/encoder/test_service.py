@@ -3,9 +3,10 @@
 import contextlib
 import hashlib
 import io
+import json
 import struct
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from tests.checkpoints.vision_prompts import picture
 from tests.checkpoints.whole_sound import write_whole_sound
 from tests.checkpoints.whole_vision import write_whole_vision
 from tests.gpu_worker.towers.sound_files import KINDS, encoded, flac_bomb, tone
+from tests.gpu_worker.towers.video_files import listed, shades, video
 from tests.ready_channel import ready_channel
 from tokenloom.gpu_worker.towers.processor import Processor
 from tokenloom.gpu_worker.towers.sound_file import read_sound
@@ -35,6 +37,7 @@ from tokenloom.services.runtime.host.service import running
 from tokenloom.v1.encoder_pb2 import (
     GetEncoderInfoRequest,
     GetRequest,
+    HasRequest,
     PutHeader,
     PutRequest,
     PutResponse,
@@ -42,7 +45,7 @@ from tokenloom.v1.encoder_pb2 import (
     RowType,
 )
 from tokenloom.v1.encoder_pb2_grpc import EncoderStub
-from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem
+from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MEDIA_KIND_VIDEO, MediaItem
 
 
 def png(image: Image.Image) -> bytes:
@@ -219,3 +222,64 @@ async def test_a_long_sound_is_in_no_ones_memory(
             tracemalloc.stop()
     assert facts.samples == minutes * 60 * 16_000
     assert peak < facts.samples * 4 / 8, "of what its samples take"
+
+
+CLIP = video(shades(12, 90, 70), rate=4)
+
+
+def shown(data: bytes, frames: Sequence[int], height: int, width: int, num_rows: int) -> MediaItem:
+    plan = json.dumps({"frames": list(frames), "height": height, "width": width}).encode()
+    key = hashlib.sha256(data + plan).digest()
+    digest = hashlib.sha256(data).digest()
+    return MediaItem(key=key, kind=MEDIA_KIND_VIDEO, num_rows=num_rows, digest=digest, options_json=plan)
+
+
+async def test_the_rows_of_a_video_are_those_of_the_tower(tmp_path: Path, socket_dir: Path) -> None:
+    """Its processes start with the first video, open no file, and have no network."""
+    checkpoint = write_whole_vision("qwen2_5_vl", tmp_path)
+    plan = {"frames": [0, 3, 6, 9], "height": 56, "width": 84}
+    expected = Tower(checkpoint).rows(Processor(checkpoint).frames(CLIP, plan))
+    async with serving(checkpoint, socket_dir) as stub:
+        info = await stub.GetEncoderInfo(GetEncoderInfoRequest())
+        assert list(info.media_kinds) == [MEDIA_KIND_IMAGE, MEDIA_KIND_VIDEO]
+        assert info.max_video_bytes == 64 << 20
+        before = {each.pid for each in workers("decode_worker")}
+        facts = await put(stub, CLIP, kind=MEDIA_KIND_VIDEO)
+        assert (facts.width, facts.height, facts.frames, facts.frame_rate) == (90, 70, 12, 4.0)
+        rows = await rows_of(stub, shown(CLIP, [0, 3, 6, 9], 56, 84, 12))
+        assert rows.tolist() == expected.tolist()
+        started = [each for each in workers("decode_worker") if each.pid not in before]
+        assert len(started) == 2
+        assert all("torch" not in {Path(each.path).name for each in one.memory_maps()} for one in started)
+        listed_facts = await put(stub, listed(shades(3)), kind=MEDIA_KIND_VIDEO)
+        assert (listed_facts.frames, listed_facts.frame_rate) == (3, 0.0)
+
+
+async def test_a_picture_is_an_image_and_a_video_of_one_frame(tmp_path: Path, socket_dir: Path) -> None:
+    file = io.BytesIO()
+    picture(64, 48).save(file, "JPEG")
+    data = file.getvalue()
+    async with serving(write_whole_vision("qwen2_vl", tmp_path), socket_dir) as stub:
+        assert (await put(stub, data)).frames == 0
+        for kind, number in ((MEDIA_KIND_IMAGE, [True]), (MEDIA_KIND_VIDEO, [False])):
+            asked = HasRequest(tenant="t", digest=[hashlib.sha256(data).digest()], request_id="r", kind=kind)
+            assert list((await stub.Has(asked)).has) == number
+        assert (await put(stub, data, kind=MEDIA_KIND_VIDEO)).frames == 1
+        assert len(await rows_of(stub, shown(data, [0], 56, 56, 4))) == 4
+
+
+async def test_videos_that_are_not_taken(tmp_path: Path, socket_dir: Path) -> None:
+    limits: dict[str, Any] = {"max_video_bytes": 1 << 20, "max_video_seconds": 5.0}
+    async with serving(write_whole_vision("qwen2_vl", tmp_path), socket_dir, **limits) as stub:
+        for data in (b"no video", CLIP[:300], video(shades(60), rate=10)):
+            assert await code_of(put(stub, data, kind=MEDIA_KIND_VIDEO)) == grpc.StatusCode.INVALID_ARGUMENT
+        large = put(stub, CLIP + bytes(2 << 20), kind=MEDIA_KIND_VIDEO)
+        assert await code_of(large) == grpc.StatusCode.INVALID_ARGUMENT
+        await put(stub, CLIP, kind=MEDIA_KIND_VIDEO)
+        for frames, height, rows in (([30, 40], 56, 6), ([0], 57, 6), ([0, 3], 56, 7)):
+            asked = shown(CLIP, frames, height, 84, rows)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"video|frame"):
+                await rows_of(stub, asked)
+        assert len(await rows_of(stub, shown(CLIP, [0, 3], 56, 84, 6))) == 6
+    async with serving(write_whole_vision("llava", tmp_path / "other"), socket_dir) as stub:
+        assert await code_of(put(stub, CLIP, kind=MEDIA_KIND_VIDEO)) == grpc.StatusCode.INVALID_ARGUMENT

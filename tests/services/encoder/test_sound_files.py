@@ -144,7 +144,7 @@ async def test_a_message_without_data_is_refused() -> None:
 
 async def test_sounds_of_urls_are_fetched_where_that_is_allowed() -> None:
     class Fetcher:
-        async def fetch(self, url: str) -> bytes:
+        async def fetch(self, url: str, max_bytes: int | None = None) -> bytes:
             return url.encode()
 
     encoder = FakeEncoder(hears=True, fetcher=Fetcher())

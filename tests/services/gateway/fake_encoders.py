@@ -17,6 +17,7 @@ from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, tokenizer_pb2, types_pb2
 
 IMAGE, AUDIO = types_pb2.MEDIA_KIND_IMAGE, types_pb2.MEDIA_KIND_AUDIO
+VIDEO = types_pb2.MEDIA_KIND_VIDEO
 SOUND = b"sound "
 """Before the number of samples in the file of a sound."""
 
@@ -26,7 +27,7 @@ def data_url(data: bytes) -> str:
 
 
 class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
-    """Every file is an image of 20 x 10, or a sound."""
+    """Every file is an image or a video of 20 x 10, or a sound."""
 
     def __init__(self) -> None:
         self.files: dict[tuple[str, bytes, bytes], bytes] = {}  # by tenant, salt and digest
@@ -66,7 +67,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         digest = hashlib.sha256(data).digest()
         self.files[header.tenant, header.cache_salt, digest] = bytes(data)
         self.pins.setdefault(header.request_id, []).append(digest)
-        return _facts(digest, bytes(data))
+        return _facts(digest, bytes(data), header.kind)
 
     async def Has(self, request: encoder_pb2.HasRequest, context: Any) -> encoder_pb2.HasResponse:
         await self._check(context)
@@ -74,7 +75,8 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         for digest in request.digest:
             data = self.files.get((request.tenant, request.cache_salt, digest))
             response.has.append(data is not None)
-            response.facts.append(encoder_pb2.PutResponse() if data is None else _facts(digest, data))
+            facts = encoder_pb2.PutResponse() if data is None else _facts(digest, data, request.kind)
+            response.facts.append(facts)
             if data is not None:
                 self.pins.setdefault(request.request_id, []).append(digest)
         return response
@@ -114,7 +116,11 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
             await wire_errors.abort(context, self.error)
 
 
-def _facts(digest: bytes, data: bytes) -> encoder_pb2.PutResponse:
+def _facts(digest: bytes, data: bytes, kind: types_pb2.MediaKind) -> encoder_pb2.PutResponse:
+    if kind == VIDEO:
+        return encoder_pb2.PutResponse(
+            digest=digest, width=20, height=10, frames=8, frame_rate=4.0, num_bytes=len(data)
+        )
     if data.startswith(SOUND):
         return encoder_pb2.PutResponse(
             digest=digest, samples=int(data.removeprefix(SOUND).split()[0]), num_bytes=len(data)
@@ -146,12 +152,16 @@ class Vision:
 
 @asynccontextmanager
 async def with_encoders(
-    mesh: FakeMesh, count: int = 1, kinds: Sequence[types_pb2.MediaKind] = (IMAGE, AUDIO)
+    mesh: FakeMesh, count: int = 1, kinds: Sequence[types_pb2.MediaKind] = (IMAGE, AUDIO, VIDEO)
 ) -> AsyncIterator[list[FakeEncoder]]:
     """Let a mesh, whose gateway has not started yet, read images and sounds."""
     mesh.tokenizer.media_kinds = mesh.second_tokenizer.media_kinds = kinds
     limits = types_pb2.ModelLimits(
-        media_kinds=kinds, max_images_per_prompt=4, max_sounds_per_prompt=2, max_media_rows=100
+        media_kinds=kinds,
+        max_images_per_prompt=4,
+        max_sounds_per_prompt=2,
+        max_videos_per_prompt=1,
+        max_media_rows=100,
     )
     limits.MergeFrom(mesh.coordinator.limits)
     mesh.coordinator.limits = limits

@@ -250,7 +250,7 @@ def test_parts_of_messages() -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"type": "video_url"}, r"messages\[0\].content\[0\] must be a text"),
+        ({"type": "file_url"}, r"messages\[0\].content\[0\] must be a text"),
         ({"type": "input_audio"}, "input_audio.data is not base64"),
         ({"type": "input_audio", "input_audio": {"data": "!"}}, "input_audio.data is not base64"),
         ({"type": "audio_url", "audio_url": "data:audio/wav;base64,!"}, "audio_url is not base64"),

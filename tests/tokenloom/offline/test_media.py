@@ -137,9 +137,11 @@ def test_samples_and_preempted_requests_get_their_rows(path: Path) -> None:
         ({"prompt": "no mark", "multi_modal_data": {"image": b"x"}}, "header|not a PNG"),
         ({"prompt": "no mark", "multi_modal_data": {"image": picture(0)}}, "0 marks <image> for 1 images"),
         (
-            {"prompt": "<image>", "multi_modal_data": {"video": 1}},
-            "with image or audio, and nothing else: no video",
+            {"prompt": "<image>", "multi_modal_data": {"smell": 1}},
+            "with image, video or audio, and nothing else",
         ),
+        ({"prompt": "<image>", "multi_modal_data": {"video": 1}}, "a video must be a path"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": []}}, "a video must be a path"),
         ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, "must be a picture of PIL, a path"),
         ({"prompt": "<image>", "multi_modal_data": {"image": "/no/such/file"}}, "cannot be read"),
         ({"prompt": "<image>", "multi_modal_data": {"image": "https://example.com/a.png"}}, "URLs are not fetched"),
@@ -299,7 +301,14 @@ def test_models_of_the_other_kind_refuse_by_name(hearing: LLM, llm: LLM) -> None
         llm.chat(heard({"type": "audio", "audio": sound(1.0)}), PARAMS, use_tqdm=False)
 
 
-@pytest.mark.parametrize("kind", ["video_url", "video", "input_video"])
-def test_videos_are_refused_by_name(hearing: LLM, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"type {kind}: videos are not read"):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("video_url", "reads text and sounds, and no videos"),
+        ("video", "reads text and sounds, and no videos"),
+        ("input_video", "give a video as a part of type video_url or video"),
+    ],
+)
+def test_videos_are_refused_by_name(hearing: LLM, kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         hearing.chat(heard({"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}), PARAMS, use_tqdm=False)

@@ -27,6 +27,7 @@ from .conversation import (
     image_part,
     run_command,
     sound_part,
+    video_part,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +60,15 @@ def chat(
             readable=True,
         ),
     ] = None,
+    video: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Video file that the first question shows; may be repeated.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -83,7 +93,7 @@ def chat(
             raise typer.BadParameter("needs a PROMPT or piped input", param_hint="--json")
         if question is None and not sys.stdin.isatty():
             raise typer.BadParameter("name a question, or pipe one in", param_hint="PROMPT")
-        media = [*map(image_part, image or ()), *map(sound_part, audio or ())]
+        media = [*map(image_part, image or ()), *map(video_part, video or ()), *map(sound_part, audio or ())]
         session = ChatSession(server, model or server.model(), Conversation(system), sampling, media, markdown=markdown)
         if question is None:
             session.talk()

@@ -70,6 +70,11 @@ def image_part(path: Path) -> Message:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(path)}"}}
 
 
+def video_part(path: Path) -> Message:
+    """Return the part of a turn that shows a video. Raises ``OSError``."""
+    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{_base64(path)}"}}
+
+
 def sound_part(path: Path) -> Message:
     """Return the part of a turn that plays a sound. Raises ``OSError``."""
     return {"type": "input_audio", "input_audio": {"data": _base64(path), "format": path.suffix[1:].lower() or "wav"}}

@@ -93,7 +93,7 @@ async def test_large_images_of_a_large_body(vision: Vision) -> None:
         ([part(IMAGE, uuid="")], {}, "messages[0].content[1].uuid", "1 to 128 characters"),
         ([part(IMAGE)] * 5, {}, "messages[0].content[1].image_url", "may have 4 images, not 5"),
         ([part(IMAGE)], {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not available with images"),
-        ([part(IMAGE)], {"mm_processor_kwargs": {"fps": 1}}, "mm_processor_kwargs.fps", "not supported"),
+        ([part(IMAGE)], {"mm_processor_kwargs": {"do_resize": 1}}, "mm_processor_kwargs.do_resize", "not supported"),
         ([part(IMAGE)], {"mm_processor_kwargs": {"max_pixels": "9"}}, "mm_processor_kwargs.max_pixels", "whole"),
         (
             [{"type": "image_url", "image_url": {"url": data_url(IMAGE), "detail": "huge"}}],
@@ -408,7 +408,7 @@ async def test_a_model_of_texts_refuses_images_by_name(http: httpx.AsyncClient, 
 async def test_base64_where_no_image_is_read_is_refused(vision: Vision) -> None:
     response = await post(vision.http, part(IMAGE), metadata={"url": data_url(LARGE)})
     assert response.status_code == 400
-    assert "where no image and no sound is read" in response.json()["error"]["message"]
+    assert "where no image, video or sound is read" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
@@ -418,7 +418,7 @@ async def test_without_images_too(vision: Vision, path: str) -> None:
     sent = {"model": "fake", **asked, "metadata": {"data": base64.b64encode(LARGE).decode()}}
     response = await vision.http.post(path, json=sent)
     assert response.status_code == 400
-    assert "where no image and no sound is read" in response.json()["error"]["message"]
+    assert "where no image, video or sound is read" in response.json()["error"]["message"]
 
 
 async def test_files_beyond_the_gateways_room_are_refused(socket_dir: Path) -> None:

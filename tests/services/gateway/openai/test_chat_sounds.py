@@ -102,8 +102,7 @@ async def test_urls_and_names(vision: Vision) -> None:
         ([{"type": "audio_url"}], {}, "audio_url", "the URL of a sound: data:audio/"),
         ([{"type": "audio_url", "uuid": "gone"}], {}, "audio_url", "this sound is not known any more"),
         ([heard(SOUND_FILE)] * 3, {}, "input_audio", "may have 2 sounds, not 3"),
-        ([{"type": "video_url", "video_url": {"url": url(b"x")}}], {}, "video_url", "videos are not read"),
-        ([{"type": "video", "video": "x"}], {}, "video", "videos are not read"),
+        ([{"type": "video", "video": "x"}], {}, "video", "as a part of type video_url"),
         ([heard(SOUND_FILE)], {"truncate_prompt_tokens": 5}, "", "not available with images and sounds"),
     ],
 )

@@ -18,7 +18,7 @@ from .test_compat import IGNORED, LIMITS, OWN_FIELDS
 PATHS = tuple(dict.fromkeys(api.path for api in FOREIGN_APIS))
 BEAMS = {"use_beam_search", "length_penalty"}
 """The fake engine cannot search: what it answers is 503."""
-MEDIA = {"image_url", "input_audio", "audio_url"}
+MEDIA = {"image_url", "input_audio", "audio_url", "video_url"}
 """Parts that are no text."""
 
 

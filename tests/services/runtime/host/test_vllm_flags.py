@@ -120,13 +120,11 @@ async def answers_as_assistant(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> b
     return bool((await _chat(mesh))["choices"][0]["message"]["role"] == "assistant")
 
 
-async def refuses_media(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+async def prepares_by_the_files(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
     async with mesh.http() as http:
-        for kind in ("video_url", "input_audio"):  # of a model that reads text
-            body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": "data:,"}}]}]}
-            response = await http.post("/v1/chat/completions", json=body)
-            assert (response.status_code, kind in response.text) == (400, True)
-    return True
+        body = {"messages": [{"role": "user", "content": "hi"}], "mm_processor_kwargs": {"do_resize": 1}}
+        response = await http.post("/v1/chat/completions", json=body)
+        return response.status_code == 400 and "there are: fps, max_pixels" in response.text
 
 
 async def runs_no_code(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
@@ -263,7 +261,7 @@ PROBES: dict[str, Probe] = {
     "prompts and outputs are never logged": logs_no_text,
     "usage always holds the number of cached prompt tokens": counts_cached_tokens,
     "answers always have the role assistant": answers_as_assistant,
-    "models read text, images and sounds; video is refused by name": refuses_media,
+    "images, videos and sounds are prepared as the checkpoint's files say": prepares_by_the_files,
     "code of a checkpoint is never run": runs_no_code,
     "the tokenizer finds out which form the chat template reads": finds_the_form,
     "write the revision after the name of the model: org/name@REVISION": takes_revisions,

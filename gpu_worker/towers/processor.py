@@ -49,7 +49,7 @@ class Processor:
             raise ValueError(f"the image processor {name} needs torchvision")
         self._is_nested, self._counts_images = name.startswith(_NESTED), name.startswith(_COUNTS_IMAGES)
         self._settings = _settings_of_whole(path, name)
-        self._videos = Frames.of_checkpoint(path) if name.startswith(_SHOWN_VIDEOS) else None
+        self._videos = FramePatches.of_checkpoint(path) if name.startswith(_SHOWN_VIDEOS) else None
 
     @property
     def reads_videos(self) -> bool:
@@ -101,7 +101,7 @@ class Processor:
         return self._videos.patches(read_frames(data, indices, limits), len(indices), (height, width), max_bytes)
 
 
-class Frames:
+class FramePatches:
     """Cuts the frames of a video into patches, as the video processors of Qwen's models do, which need torchvision."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Frames:
         self._resample = Image.Resampling(settings.get("resample") or Image.Resampling.BICUBIC)
 
     @classmethod
-    def of_checkpoint(cls, path: Path) -> "Frames":
+    def of_checkpoint(cls, path: Path) -> "FramePatches":
         """Return those of a checkpoint. The processor of images says what no other file does. Raises ``ValueError``."""
         found = _entries(path / "processor_config.json").get("video_processor")
         found = found or _entries(path / "video_preprocessor_config.json")

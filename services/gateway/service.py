@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
+from prometheus_client import Counter
 
 from tokenloom.process.plugins import load
 from tokenloom.request.errors import InvalidArgument
@@ -39,7 +40,7 @@ from .http.route import Routes
 from .http.server.connections import Connections
 from .http.server.http_server import HttpServer
 from .mesh.engine_calls import EngineCalls
-from .metrics.gateway_metrics import count_moved
+from .metrics.gateway_metrics import count_moved, count_taken
 from .metrics.usage_counts import AdapterUsage, KeyUsage
 from .model_router import ModelRouter
 from .openai.body_reader import WITHOUT_EFFECT, BodyReader
@@ -49,8 +50,7 @@ from .responses.mcp_servers import McpServers
 from .responses.response_store import ResponseStore
 from .routes.admin_routes import AdminRoutes, request_routes
 from .routes.api_routes import ERROR_FORMS, READ_FIELDS, api_routes, status_routes, transcription_routes
-from .routes.lora_routes import LoraRoutes
-from .routes.models_routes import ModelsRoutes
+from .routes.models_routes import LoraRoutes, ModelsRoutes
 from .serving.fronts import Front, FrontParts, GatewayCalls, front_routes, open_fronts
 from .serving.mesh_gauges import ModelRegistries
 from .serving.served_mesh import MeshMetrics, ServedMesh, connect
@@ -63,6 +63,8 @@ from .tenants.tenant_shares import TenantMetrics, TenantShares
 
 if TYPE_CHECKING:
     from .http.body_files import BodyFiles
+    from .http.held_responses import HeldTable
+    from .http.server.connection_holder import TakenConnections
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +83,11 @@ class GatewayService:
         routes: The methods of each path that HTTP serves, once started.
     """
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, held: "HeldTable | None" = None) -> None:
+        """``held``: for the responses of this process, whose connections a holder keeps; None: it has no holder."""
         self._settings = settings
+        self._held = held
+        self._taking: asyncio.Task[None] | None = None
         self._started: tuple[ServedMeshes, HttpServer, Host] | None = None
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self._batches: Batches | None = None
@@ -121,6 +126,8 @@ class GatewayService:
             tls=host.public_tls,
             descriptor=settings.http_listen_fd,
         )
+        counter = count_taken(host.metrics)
+        taken = None if settings.hold_connections is None else self._hold(settings.hold_connections, http, counter)
         self._started = meshes, http, host
         if settings.internal_listen:
             self._internal = _peers_server(settings, host, app, budget)
@@ -134,6 +141,8 @@ class GatewayService:
             host.spawn(self._internal.serve(), name="http server of peers")
         host.publish(http=self.http_address, model=meshes.names[0])
         await _wait_whole(meshes)
+        if taken is not None:
+            self._taking = host.spawn(taken.serve(), name="connections of other gateways")
         if self._batches is not None:
             # After the mesh is whole: lines that were refused because a part is missing would only be tried again.
             self._batches.start(internal)
@@ -147,6 +156,8 @@ class GatewayService:
         """Report that the gateway leaves, send clients elsewhere, and answer what they have asked until then."""
         assert self._started is not None
         meshes, http, host = self._started
+        if self._taking is not None:
+            self._taking.cancel()
         # Readiness turns false before anything is refused: load balancers learn late that a gateway leaves.
         meshes.begin_drain()
         if self._batches is not None:  # first: the next gateway waits for the directory
@@ -169,6 +180,14 @@ class GatewayService:
             host.publish(leaving=True)  # nothing more is accepted here: the supervisor starts the next process
         if self._settings.drain == "migrate":  # now: a client that resumes makes a new connection
             meshes.leave_resumable()
+
+    def _hold(self, directory: Path, http: HttpServer, counter: Counter) -> "TakenConnections":
+        """Store responses for other gateways, and return what takes those of others."""
+        from .http.held_responses import HeldTable  # here: most gateways hold nothing
+        from .http.server.connection_holder import HeldProtocol, TakenConnections
+
+        http.hold(partial(HeldProtocol, table=self._held or HeldTable(0)))
+        return TakenConnections(directory, self._settings.instance_id, http.take, counter)
 
     async def stop(self) -> None:
         if self._batches is not None:

@@ -18,6 +18,8 @@ HELPERS: Final[Mapping[str, str]] = {
     "tower_worker": "tower",
 }
 """What each process that a part starts is called, by the last part of its module's name."""
+HOLDER: Final = "holder"
+"""How the processes name themselves that keep a gateway's connections: forks, which show their gateway's command."""
 PROC = Path("/proc")
 
 
@@ -58,6 +60,14 @@ def command(pid: int, proc: Path = PROC) -> list[str]:
         return []
 
 
+def name_of(pid: int, proc: Path = PROC) -> str:
+    """Return the name that a process has given itself, otherwise that of its program; empty if it is gone."""
+    try:
+        return (proc / str(pid) / "comm").read_text().removesuffix("\n")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def state(pid: int, proc: Path = PROC) -> str | None:
     """Return the kernel's letter for the state of a process, ``T`` if it is stopped; None: it is gone or a zombie."""
     try:
@@ -77,6 +87,8 @@ def _walk(pid: int, name: str, parts: Mapping[int, str], depth: int) -> Iterator
 
 def _helper(pid: int) -> str:
     """Return what a process that is no part is called: by its module, or by its command."""
+    if name_of(pid) == HOLDER:
+        return HOLDER
     arguments = command(pid)
     for argument in arguments:
         if (name := HELPERS.get(argument.rpartition(".")[2])) is not None:

@@ -3,6 +3,7 @@ waking the task of the request."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -23,11 +24,19 @@ from ..http.http_exchange import IGNORED_HEADER, HttpExchange, listed, respond_i
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
 from ..mesh.mesh_view import MeshLoad
-from ..openai.body_reader import AnswerOptions, Body, read_claim
-from ..openai.event_ids import EventId, IdKind, NumberedAnswer, StreamedAnswer
+from ..openai.body_reader import AnswerOptions, Body, num_outputs_of, read_claim
+from ..openai.event_ids import (
+    FINISHED,
+    MAX_OUTPUTS,
+    EventId,
+    HeldAnswer,
+    IdKind,
+    NumberedAnswer,
+    StreamedAnswer,
+)
 from ..records.generate_request import SESSION_HEADERS, Chat, GenerateRequest, session_of_headers
 from ..records.model_names import ModelNames
-from ..records.request_ids import NEW, ResumeToken, fingerprint
+from ..records.request_ids import NEW, ResumeToken, fingerprint, tokens_of
 from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
 from ..tenants.tenant import Tenant
 from . import orca
@@ -360,7 +369,7 @@ class GenerationEndpoint:
     async def __call__(self, exchange: HttpExchange, held: list[ReadRequest] | None = None) -> None:
         """Answer a request. ``held``: what was read of it; None: it is read here."""
         # The list alone holds what was read and is emptied: the prompts must not live as long as the answer.
-        held = [await self.read(exchange)] if held is None else held
+        held = [await self.read(exchange, is_plain=True)] if held is None else held
         options, token = held[0][1:]
         headers = trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         early = None if self.generator.knows_engines else self._begin_early(exchange, options)
@@ -374,9 +383,13 @@ class GenerationEndpoint:
                     if (event := options.numbered) is not None:
                         options = shaped_again(options, generation.request_id)
                     answer = self.api.answer(generation, options)
+                    if exchange.held is not None:
+                        exchange.held.name(generation.request_id, _words(exchange, generation.num_outputs))
                     if options.stream:
                         make_headers = partial(self._stream_headers, exchange, options)
                         shaper: StreamShaper = answer
+                        if token.is_held:
+                            shaper = HeldAnswer(answer, exchange.held, has_first=_has_first(exchange))
                         if event is not None:
                             shaper = NumberedAnswer(answer, generation.request_id, event, generation.trust)
                         stream = AnswerStream(
@@ -405,8 +418,9 @@ class GenerationEndpoint:
         self.silent.add(early)
         return early
 
-    async def read(self, exchange: HttpExchange) -> ReadRequest:
-        """Return what the body asks for, and which request of the mesh it is."""
+    async def read(self, exchange: HttpExchange, *, is_plain: bool = False) -> ReadRequest:
+        """Return what the body asks for, and which request of the mesh it is. ``is_plain``: the answer is all that
+        follows from it, so that another gateway may continue it."""
         body = await exchange.read_body(self.max_body_bytes, self.files)
         headers, token = exchange.headers, NEW
         lines, agent = self.volatile, headers.get(b"user-agent", b"")
@@ -433,6 +447,8 @@ class GenerationEndpoint:
         if b"last-event-id" in headers or b"idempotency-key" in headers:
             digest = fingerprint(exchange.path, body.data)
             options, token = read_claim(headers, digest, request, options, self.api.event_ids)
+        elif is_plain and exchange.hold is not None:
+            options, token = _hold(exchange, body.data, request, options)
         # After the fingerprint, which is made of the bytes of the body. They must not live as long as the answer; after
         # an error, the application drops them.
         body.close()
@@ -464,6 +480,48 @@ class GenerationEndpoint:
         if options.volatile:
             load = (*load, (VOLATILE_HEADER, ", ".join(options.volatile).encode()))
         return (*load, (IGNORED_HEADER, listed(options.ignored))) if options.ignored else load
+
+
+def _hold(
+    exchange: HttpExchange, body: bytes | bytearray, request: GenerateRequest, options: AnswerOptions
+) -> tuple[AnswerOptions, ResumeToken]:
+    """Let another gateway continue the answer from now on, if that can be, and continue that of another one. The client
+    takes part in neither."""
+    assert exchange.hold is not None
+    past = exchange.past
+    if past is None and num_outputs_of(request) > MAX_OUTPUTS:
+        return options, NEW
+    held = exchange.held = exchange.hold(body)
+    if past is None and held is None:
+        return options, NEW
+    created = int(time.time()) if past is None or not past.created else past.created
+    if held is not None:
+        held.created = created
+    token = ResumeToken(fingerprint=fingerprint(exchange.path, body), is_held=True)
+    options = replace(options, created=created)
+    if past is None or not past.request_id:
+        return options, token
+    token = replace(token, request_id=past.request_id)
+    if not past.has_begun:
+        return options, replace(token, takes_over=True)
+    entries = {
+        index: f"{entry.num_tokens}-{entry.num_chars}{FINISHED if entry.is_finished else ''}"
+        for index, entry in enumerate(past.entries)
+        if entry.has_begun or past.has_first
+    }
+    event = EventId(past.request_id, created, entries)
+    token = replace(token, resumes=True, num_delivered=tokens_of(event.positions))
+    return replace(options, resumed=event), token
+
+
+def _words(exchange: HttpExchange, num_outputs: int) -> list[int]:
+    """Return how much of each output the client has, as it is stored."""
+    past = exchange.past
+    return [0] * num_outputs if past is None or not past.entries else [entry.word for entry in past.entries]
+
+
+def _has_first(exchange: HttpExchange) -> bool:
+    return exchange.past is not None and exchange.past.has_first
 
 
 def shaped_again(options: AnswerOptions, request_id: str) -> AnswerOptions:

@@ -196,7 +196,8 @@ class Generator:
                     generation.submit(self._outputs, timeout=call.timeout)
                 if token.fingerprint:
                     generation.charge = self._charges.of(tenant.name, generation.request_id, token)
-                    self._resumable.add(generation, tenant.name, admitted_call)
+                    if not token.is_held:
+                        self._resumable.add(generation, tenant.name, admitted_call)
                 await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                 yield generation
             except _CONNECTION_ENDED:

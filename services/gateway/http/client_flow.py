@@ -213,6 +213,7 @@ class ResponseWriter:
     Attributes:
         watch: :meth:`ClientFlow.watch` of the connection.
         left: Bytes of the body that are still to come; None while their number is not known in advance.
+        speaks_1_1: Whether the client speaks HTTP/1.1, so that it understands chunks.
     """
 
     __slots__ = (
@@ -223,8 +224,8 @@ class ResponseWriter:
         "_keep_alive",
         "_lingers",
         "_owner",
-        "_speaks_1_1",
         "left",
+        "speaks_1_1",
         "watch",
     )
 
@@ -233,14 +234,14 @@ class ResponseWriter:
     ) -> None:
         """Args:
         is_head: The request's method is HEAD: the response has no body.
-        speaks_1_1: The client speaks HTTP/1.1, so that it understands chunks.
+        speaks_1_1: See above.
         keep_alive: The client may send another request on this connection.
         """
         self._flow = flow
         self.watch = flow.watch
         self._owner = owner
         self._is_head = is_head
-        self._speaks_1_1 = speaks_1_1
+        self.speaks_1_1 = speaks_1_1
         self._keep_alive = keep_alive
         self._has_begun = self._is_chunked = self._lingers = False
         self.left: int | None = None
@@ -289,13 +290,19 @@ class ResponseWriter:
             lines.append(b"connection: close\r\n")
         if self.left is None:
             # A client of HTTP/1.0 knows no chunks: there, the end of the connection is the end of the body.
-            self._is_chunked = self._speaks_1_1
+            self._is_chunked = self.speaks_1_1
             lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
         else:
             lines.append(b"\r\n")
         if body:
             lines.append(self._piece(body))
         self._flow.transport.write(b"".join(lines))
+
+    def go_on(self, tail: bytes, *, is_chunked: bool) -> None:
+        """Continue a response that another process has begun. ``tail``: what it has made and not written."""
+        self._has_begun, self._is_chunked = True, is_chunked
+        if tail:
+            self._flow.transport.write(tail)
 
     def write(self, body: bytes) -> None:
         """Send a piece of the body; it must not be empty."""

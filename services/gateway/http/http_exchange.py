@@ -24,6 +24,7 @@ from .response_counts import OTHER
 
 if TYPE_CHECKING:
     from .body_files import BodyFiles
+    from .held_responses import HeldResponse, PastResponse
 
 
 IGNORED_HEADER = b"x-tokenloom-ignored"
@@ -172,8 +173,15 @@ class HttpExchange:
         key: The start of the digest of the client's key; empty before it was checked, and where no key is needed.
         tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
         shaping: Where its answer is made if that is large; see :func:`shaping_stage`. Set by the application.
+        past: What another gateway has done of the response; None: it begins here.
+        hold: Stores the response from now on for a gateway that would continue it, given the request's body; None: no
+            gateway would.
+        held: What stores it; None: nothing does.
     """
 
+    past: "PastResponse | None" = None
+    hold: "Callable[[bytes | bytearray], HeldResponse | None] | None" = None
+    held: "HeldResponse | None" = None
     tenant: Tenant
     shaping: FairStage
     is_line = False

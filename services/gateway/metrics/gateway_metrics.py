@@ -227,6 +227,18 @@ class EndedGeneration(Sized, Protocol):
         """The name of the model or adapter."""
 
 
+def count_taken(registry: CollectorRegistry) -> Counter:
+    """Return the counter of the responses whose connections this gateway has taken from killed ones, by state."""
+    return Counter(
+        "tokenloom_gateway_taken_responses",
+        "HTTP responses of killed gateways that this one has taken over with their connections, by how much was "
+        "written: nothing (not_begun), a part (begun) or all but what the kernel lacks (complete); or it could not be "
+        "continued (refused).",
+        ["state"],
+        registry=registry,
+    )
+
+
 def count_moved(registry: CollectorRegistry) -> Counter:
     """Add the counter of requests that were sent again."""
     return Counter(

@@ -47,7 +47,7 @@ class AnswerBase:
         self._id = f"{prefix}-{generation.request_id}"
         self._model = model
         self.resumed = options.resumed
-        self._created = int(time.time()) if self.resumed is None else self.resumed.created
+        self._created = options.created or (int(time.time()) if self.resumed is None else self.resumed.created)
         self.ids: EventIds | None = None
         if options.event_ids and generation.num_outputs <= MAX_OUTPUTS:
             self.ids = EventIds(generation.request_id, self._created, generation.num_outputs)

@@ -213,6 +213,8 @@ class AnswerOptions:
     """What the client has of the answer; None: it begins now."""
     numbered: NumberedEvent | None = None
     """What the client has of an answer whose events are numbered; None: they are not."""
+    created: int = 0
+    """When the answer began, in seconds since the epoch; 0: now, or with what the client has of it."""
 
     @classmethod
     def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "AnswerOptions":
@@ -417,7 +419,7 @@ def read_claim(
                 f"{EVENT_FIELD} resumes streams only: the body must have stream set to true", EVENT_FIELD
             )
         return _resumed(text, digest, request, options, kind)
-    if not options.stream or _num_outputs(request) > MAX_OUTPUTS:
+    if not options.stream or num_outputs_of(request) > MAX_OUTPUTS:
         return options, token
     token = token if token.fingerprint else ResumeToken(fingerprint=digest)
     if kind is IdKind.NUMBER:
@@ -434,7 +436,7 @@ def _resumed(
         token = ResumeToken(last.request_id, digest, resumes=True, num_delivered=(last.num_tokens,))
         return dataclasses.replace(options, numbered=last), token
     event = parse_event_id(text)
-    if len(event.entries) and max(event.entries) >= _num_outputs(request):
+    if len(event.entries) and max(event.entries) >= num_outputs_of(request):
         raise errors.InvalidArgument(
             f"{EVENT_FIELD} is of an answer with more outputs than the body asks for", EVENT_FIELD
         )
@@ -442,5 +444,6 @@ def _resumed(
     return dataclasses.replace(options, event_ids=True, resumed=event), token
 
 
-def _num_outputs(request: GenerateRequest) -> int:
+def num_outputs_of(request: GenerateRequest) -> int:
+    """Return how many outputs a request asks for."""
     return (1 if isinstance(request.prompts, Chat) else len(request.prompts)) * request.num_samples

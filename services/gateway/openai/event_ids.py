@@ -8,13 +8,16 @@ import enum
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request.errors import InvalidArgument, RequestLost
 
 from ..generation.delivered import TextPieces
 from ..mesh.collector import Delta
 from ..records.request_ids import ClientPosition, is_request_id
+
+if TYPE_CHECKING:
+    from ..http.held_responses import HeldResponse
 
 MAX_OUTPUTS = 64
 """Events of answers with more outputs have no ids, which would be longer than the events."""
@@ -150,6 +153,47 @@ class StreamedAnswer(Protocol):
 
     def keep_alive(self) -> bytes:
         """Return what clients of this API skip."""
+
+
+class ShapedAnswer(StreamedAnswer, Protocol):
+    """Describes what shapes an answer as a stream."""
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client has."""
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`."""
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step."""
+
+
+class HeldAnswer:
+    """Shapes the events of an answer, and says to what stores them how much of each output they cover."""
+
+    def __init__(self, answer: ShapedAnswer, held: "HeldResponse | None", *, has_first: bool) -> None:
+        """``has_first``: the client has the events before any output."""
+        self._answer = answer
+        self._held = held
+        self._has_first = has_first
+        self.keep_alive, self.last_events = answer.keep_alive, answer.last_events
+        self.repeat, self.is_large, self.shape = answer.repeat, answer.is_large, answer.shape
+
+    def first_events(self) -> bytes:
+        """Return the events before any output; empty if the client has them."""
+        events = self._answer.first_events()
+        if self._held is not None:
+            self._held.mark_shaped()
+        return b"" if self._has_first else events
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
+        num_tokens, num_chars = delta.token_index + len(delta.token_ids), len(delta.text)
+        events = self._answer.events(delta)
+        if self._held is not None:
+            is_finished = delta.finished is not None
+            self._held.advance(delta.index, num_tokens, num_chars, has_event=bool(events), is_finished=is_finished)
+        return events
 
 
 class NumberedAnswer:

@@ -66,6 +66,8 @@ class ResumeToken:
     """Tokens of each output that the client has, where it resumes a request."""
     recipe: bytes = b""
     """What another gateway needs to continue the request without the client's body; empty: the client repeats it."""
+    is_held: bool = False
+    """Only a gateway that gets the client's connection continues the request; without that connection it ends."""
 
 
 NEW = ResumeToken()

@@ -303,6 +303,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "may wait for its next request.",
     ] = 600.0
 
+    hold_connections: Annotated[
+        Annotated[Path | None, Meta(extra={"directory": True})],
+        "Directory in which the gateways of this machine meet, so that one continues on the same connections the HTTP "
+        "answers of another one that is killed: a process beside each gateway keeps its connections. Linux; not with "
+        "--public-tls-cert. By default the answers of a killed gateway end with it.",
+    ] = None
     keep_disconnected_requests: Annotated[
         Annotated[float, Meta(ge=0, le=3600)],
         "Seconds for which a request that its client can resume runs on after the client's connection has ended; 0: it "
@@ -338,6 +344,13 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
             raise ValueError("--beside-engine cannot be combined with --meshes: an engine has one model")
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
+        if self.hold_connections is not None and self.public_tls_cert is not None:
+            raise ValueError(
+                "--hold-connections cannot be combined with --public-tls-cert: only the process that has made an "
+                "encrypted connection can continue it; let TLS end in a proxy"
+            )
+        if self.hold_connections is not None and parse(self.http_listen).path:
+            raise ValueError("--hold-connections needs an --http-listen of TCP, such as 127.0.0.1:8000")
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
         if self.max_audio_bytes_in_flight < self.max_audio_bytes:

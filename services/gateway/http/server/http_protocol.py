@@ -88,6 +88,8 @@ class HttpProtocol(asyncio.Protocol):
     empty lines. After a refusal nothing is parsed any more.
     """
 
+    refusal = _FULL  # of a connection
+
     def __init__(
         self,
         config: uvicorn.Config,
@@ -132,7 +134,7 @@ class HttpProtocol(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         if not self._context.connections.admit(self, str(peer[0]) if isinstance(peer, tuple) else ""):
             self._context.connections.on_refused(503, CONNECTION_LIMIT)
-            self.transport.write(_FULL)
+            self.transport.write(self.refusal)
             self.close_idle()  # without lingering: the connection holds a descriptor that is not counted
             return
         self._start_framing_timer()

@@ -1,11 +1,14 @@
-"""Runs uvicorn inside the service's own event loop."""
+"""Runs uvicorn inside the service's own event loop, and completes TLS handshakes: a connection counts from its
+acceptance, not only from the end of its handshake."""
 
 import asyncio
 import contextlib
+import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import uvicorn
 
@@ -14,14 +17,20 @@ from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.host.held_port import adopt
-from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS
+from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS, take_socket
+from tokenloom.services.runtime.tasks import Tasks
 
 from ..app import STOPPED
 from ..client_flow import REQUESTS_PER_TURN, TurnShare
 from ..http_exchange import FAREWELL_SECONDS, HttpExchange
-from .connections import MIN_IDLE_SECONDS, Connections
+from .connections import CONNECTION_LIMIT, MIN_IDLE_SECONDS, NO_RESPONSE, Connections
 from .http_protocol import HttpContext, HttpProtocol
-from .tls_front import TlsFronts
+
+if TYPE_CHECKING:
+    from ..held_responses import PastResponse
+    from .connection_holder import HeldProtocol
+
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
@@ -65,8 +74,8 @@ class HttpServer:
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field=field, remedy=remedy)
         self._drain = asyncio.Event()
-        context = HttpContext(app, budget, connections, TurnShare(REQUESTS_PER_TURN), self._drain)
-        self._make_protocol = partial(HttpProtocol, context=context)
+        self._context = HttpContext(app, budget, connections, TurnShare(REQUESTS_PER_TURN), self._drain)
+        self._make_protocol: Callable[..., HttpProtocol] = partial(HttpProtocol, context=self._context)
         self._server = _Server(_config(self._make_protocol))
         self._tls = tls
         self._fronts: TlsFronts | None = None  # complete handshakes; None in plain text, and before the start
@@ -78,6 +87,23 @@ class HttpServer:
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
         self._served = asyncio.Event()
+
+    def hold(self, make_protocol: "Callable[..., HeldProtocol]") -> None:
+        """Serve connections by another protocol, which lets other gateways continue their responses. Call it before
+        :meth:`serve`; not with TLS."""
+        assert self._tls is None, "a connection is encrypted with what its process alone has"
+        self._make_protocol = partial(make_protocol, context=self._context)
+        self._server.config.http = cast(type[asyncio.Protocol], self._make_protocol)
+
+    async def take(self, past: "PastResponse", connection: socket.socket) -> str:
+        """Continue the response of another gateway, after :meth:`hold`; see :class:`.connection_holder.HeldProtocol`
+        for what is returned. Owns the connection."""
+        connection.setblocking(False)
+        server = self._server
+        make = cast("Callable[..., HeldProtocol]", self._make_protocol)
+        protocol = make(config=server.config, server_state=server.server_state, app_state={}, past=past)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+        return protocol.found
 
     async def serve(self) -> None:
         """Serve until :meth:`drain` or :meth:`stop`."""
@@ -222,3 +248,113 @@ def _listen_on_port(address: addresses.Address) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+HANDSHAKE_SECONDS = 10.0
+"""Limit on the time of a handshake."""
+
+
+class TlsFronts:
+    """Makes a :class:`TlsFront` for each connection, and owns their handshakes."""
+
+    def __init__(
+        self, context: ssl.SSLContext, connections: Connections, make: Callable[..., asyncio.Protocol]
+    ) -> None:
+        """``make``: makes the protocol that a connection gets after its handshake, with what uvicorn passes."""
+        self._context = context
+        self._connections = connections
+        self._make = make
+        # What clients cause, a wrong or late handshake, is no failure of the task.
+        self._tasks = Tasks(lambda error: log.error("a TLS handshake failed", exc_info=error))
+
+    def __call__(self, **named: Any) -> "TlsFront":
+        """Called by uvicorn, in place of the protocol's class."""
+        return TlsFront(self._context, self._connections, partial(self._make, **named), self._tasks)
+
+    async def close(self) -> None:
+        """Cancel the handshakes."""
+        await self._tasks.close()
+
+
+class TlsFront(asyncio.Protocol):
+    """Counts a connection during its handshake; the protocol of HTTP gets it afterwards."""
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        connections: Connections,
+        make: Callable[[], asyncio.Protocol],
+        tasks: Tasks,
+    ) -> None:
+        self._context = context
+        self._connections = connections
+        self._make = make
+        self._tasks = tasks
+        self._loop = asyncio.get_running_loop()
+        self._started_at = self._loop.time()
+        self._handshake: asyncio.Task[None] | None = None
+        self._is_begun = self._is_open = False
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long the handshake takes: it is the first to make room."""
+        return self._loop.time() - self._started_at
+
+    @property
+    def has_unread(self) -> bool:
+        """False: a handshake that takes so long is given up."""
+        return False
+
+    def close_idle(self) -> None:
+        """Close the connection; its handshake fails."""
+        assert self._handshake is not None
+        self._handshake.cancel()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer = transport.get_extra_info("peername")
+        # uvicorn would count a connection only after its handshake and wait 60 s for it, so clients that never begin
+        # one could take every descriptor.
+        if not self._connections.admit(self, str(peer[0]) if isinstance(peer, tuple) else ""):
+            self._connections.on_refused(NO_RESPONSE, CONNECTION_LIMIT)
+            cast(asyncio.Transport, transport).abort()
+            return
+        accepted = take_socket(transport)
+        self._handshake = self._tasks.spawn(self._shake_hands(accepted), name="tls handshake")
+        self._handshake.add_done_callback(partial(self._ended, accepted))
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        self._is_begun = True
+        with contextlib.suppress(OSError):  # also a wrong or late handshake
+            await self._loop.connect_accepted_socket(
+                partial(_Opening, self._open), accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            )
+
+    def _ended(self, accepted: socket.socket, _: asyncio.Task[None]) -> None:
+        """Close the connection of a handshake that failed, or was cancelled at any time."""
+        if self._is_open:
+            return
+        self._connections.on_refused(NO_RESPONSE, "TLS_HANDSHAKE")
+        self._connections.remove(self)
+        if not self._is_begun:
+            accepted.close()
+            return
+        with contextlib.suppress(OSError):  # a transport owns the socket, and closes it when it reads the end
+            accepted.shutdown(socket.SHUT_RDWR)
+
+    def _open(self, encrypted: asyncio.Transport) -> None:
+        """Give the connection to HTTP, as one of whose connections it counts from now on."""
+        self._is_open = True
+        self._connections.remove(self)
+        protocol = self._make()
+        encrypted.set_protocol(protocol)
+        protocol.connection_made(encrypted)
+
+
+class _Opening(asyncio.Protocol):
+    """Holds an encrypted connection until its handshake has ended."""
+
+    def __init__(self, opened: Callable[[asyncio.Transport], None]) -> None:
+        self._opened = opened
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._opened(cast(asyncio.Transport, transport))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.loop_clock import settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
-from tokenloom.services.gateway.http.server import tls_front
+from tokenloom.services.gateway.http.server import http_server
 from tokenloom.supervisor.certificates import make_certificates
 
 
@@ -74,7 +74,7 @@ async def test_silent_connections_do_not_keep_clients_out(
 async def test_a_handshake_has_limited_time(
     socket_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_front, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "HANDSHAKE_SECONDS", 0.05)
     mesh = FakeMesh(socket_dir)
     async with asyncio.timeout(SOON), mesh.gateway(**settings):
         assert await hold(mesh.http_address) == b""

@@ -1,0 +1,406 @@
+"""What outlives a gateway of the responses that it writes: memory that it shares with the holder of its connections.
+
+Each response has a slot for its request, the bytes that were written last, and how much of each output they cover. They
+are stored before the kernel gets them, and count from the store of one number on. So the slot is right at whichever
+instruction the gateway is killed, and the kernel says how many of the bytes it has taken.
+"""
+
+import asyncio
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import termios
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .client_flow import ClientFlow
+
+MAX_HELD = 1024
+"""Responses that are held at the same time; further ones end with their gateway."""
+MOST_BUFFERED = 16 << 10
+"""A response waits for its client while this process has more bytes of it that the kernel has not taken."""
+MOST_AT_ONCE = 16 << 10
+"""Bytes of a piece of a response. A larger piece is not stored, nor is what follows it."""
+RING_BYTES = MOST_BUFFERED + 2 * MOST_AT_ONCE
+"""What was written last. A piece that was stored in part, when the gateway was killed, takes the place of the oldest
+bytes; what the kernel has not taken is among the others."""
+REQUEST_BYTES = 14 << 10
+"""A larger request is stored in a file in memory of its own."""
+MOST_REQUEST_BYTES = 1 << 20
+"""The response to a larger request is not held."""
+MOST_FILE_BYTES = 64 << 20
+"""Of all requests in files of their own."""
+MOST_OUTPUTS = 64
+
+BEGUN, CHUNKED, NAMED, SHAPED, ENDED = 1, 2, 4, 8, 16
+"""States of a response, added up: its head was written, its body is in chunks, its request has an id, the events before
+any output were written, and its last byte was written."""
+
+_FIXED = struct.Struct("@QQQiiII40s")
+"""Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request."""
+_BANKS = [struct.Struct(f"@{2 + count}Q") for count in range(MOST_OUTPUTS + 1)]
+"""Length and state of the response, and a word for each output. There are two banks; the number that is stored last is
+odd if the second one counts."""
+_FIXED_AT, _GIVEN_AT, _BANKS_AT, _BANK_BYTES = 8, 104, 128, 16 + 8 * MOST_OUTPUTS
+_REQUEST_AT = 2 << 10
+_RING_AT = _REQUEST_AT + REQUEST_BYTES
+SLOT_BYTES = _RING_AT + RING_BYTES
+_IS_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+"""No other piece ends so: events and lines of JSON end with a line feed alone."""
+_SO_COOKIE, _ACKED_AT, _INFO_BYTES = 57, 120, 128
+"""The last two: of ``tcpi_bytes_acked`` in the kernel's ``tcp_info``."""
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEntry:
+    """How much of one output the bytes of a response cover.
+
+    Attributes:
+        has_begun: Whether there is an event of the output.
+        num_chars: Of the text, before it was parsed.
+    """
+
+    has_begun: bool = False
+    is_finished: bool = False
+    num_tokens: int = 0
+    num_chars: int = 0
+
+    @classmethod
+    def of(cls, word: int) -> "OutputEntry":
+        return cls(bool(word & 1), bool(word & 2), word >> 2 & 0x7FFFFFFF, word >> 33)
+
+    @property
+    def word(self) -> int:
+        return self.has_begun | self.is_finished << 1 | self.num_tokens << 2 | self.num_chars << 33
+
+
+@dataclass(frozen=True, slots=True)
+class PastResponse:
+    """What another gateway has done of a response.
+
+    Attributes:
+        request: As the client sent it, with the body as it was decoded from chunks.
+        tail: What was stored of the response and the kernel has not taken.
+        state: Sum of the states above.
+        request_id: The mesh's; empty without :data:`NAMED`.
+        created: When the answer began, in seconds since the epoch.
+        entries: By output.
+    """
+
+    request: bytes
+    tail: bytes = b""
+    state: int = 0
+    request_id: str = ""
+    created: int = 0
+    entries: tuple[OutputEntry, ...] = ()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has, or gets with the tail, the head of the response."""
+        return bool(self.state & BEGUN)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the same is true of the events before any output."""
+        return bool(self.state & SHAPED)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows the tail: a body that is not in chunks was stored with its head."""
+        return bool(self.state & ENDED) or self.state & (BEGUN | CHUNKED) == BEGUN
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRecord:
+    """What a slot says of a response.
+
+    Attributes:
+        slot: Its number.
+        descriptor: Of the connection in the gateway.
+        cookie: The kernel's name of the connection, which no other socket gets.
+        base: Bytes that the kernel had taken from the connection before the response.
+        total: Bytes of the response that were stored.
+        last: The last of them.
+        past: All else; without a tail.
+    """
+
+    slot: int
+    descriptor: int
+    cookie: int
+    base: int
+    total: int
+    last: bytes
+    past: PastResponse
+
+    def missing(self, num_taken: int) -> bytes | None:
+        """Return the bytes that the kernel has not taken; None if it has others than the stored ones.
+
+        ``num_taken``: bytes that it has taken from the connection.
+        """
+        num_left = self.base + self.total - num_taken
+        return self.last[len(self.last) - num_left :] if 0 <= num_left <= len(self.last) else None
+
+
+class HeldTable:
+    """The slots. Processes that are forked from this one share them."""
+
+    def __init__(self, num_slots: int = MAX_HELD) -> None:
+        self.memory = mmap.mmap(-1, max(num_slots, 1) * SLOT_BYTES)
+        self.words = memoryview(self.memory).cast("Q")
+        self._num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))  # the one that was used last is next: its pages exist
+        self._file_bytes = 0
+
+    @property
+    def num_held(self) -> int:
+        """Responses that have a slot."""
+        return self._num_slots - len(self._free)
+
+    def begin(
+        self, flow: ClientFlow, asked: "AskedRequest", body: bytes | bytearray, past: PastResponse | None = None
+    ) -> "HeldResponse | None":
+        """Store the response to a request from now on; return None where it cannot be continued elsewhere.
+
+        ``past``: what another gateway has done of it.
+        """
+        is_busy = isinstance(flow.transport, HeldResponse) or flow.transport.get_write_buffer_size()
+        if not self._free or is_busy:
+            return None
+        request = request_bytes(asked, body) if past is None else past.request
+        file_bytes = len(request) if len(request) > REQUEST_BYTES else 0
+        if not request or len(request) > MOST_REQUEST_BYTES or self._file_bytes + file_bytes > MOST_FILE_BYTES:
+            return None
+        descriptor: int = flow.transport.get_extra_info("socket").fileno()
+        try:
+            cookie, base = cookie_of(descriptor), num_taken(descriptor)
+        except OSError:  # a unix socket, or one that its client has left
+            return None
+        slot, file = self._free.pop(), -1
+        if file_bytes:
+            file = _file_of(request)
+            self._file_bytes += file_bytes
+        else:
+            start = slot * SLOT_BYTES + _REQUEST_AT
+            self.memory[start : start + len(request)] = request
+        return HeldResponse(self, slot, flow, (cookie, base, len(request), descriptor, file), past)
+
+    def free(self, slot: int, file_bytes: int) -> None:
+        """Give a slot back. ``file_bytes``: of the request, if it has a file of its own."""
+        self.words[slot * SLOT_BYTES // 8] = 0
+        self._file_bytes -= file_bytes
+        self._free.append(slot)
+
+    def records(self) -> Iterator[HeldRecord]:
+        """Yield the responses that no one was given, once the gateway has ended."""
+        for slot in range(self._num_slots):
+            at = slot * SLOT_BYTES
+            if (commit := self.words[at // 8]) and not self.words[(at + _GIVEN_AT) // 8]:
+                yield self._record(slot, commit)
+
+    def mark_given(self, slot: int) -> None:
+        """Note that a response is given to a gateway: whatever happens then, it is given to no second one."""
+        self.words[(slot * SLOT_BYTES + _GIVEN_AT) // 8] = 1
+
+    def _record(self, slot: int, commit: int) -> HeldRecord:
+        at, memory = slot * SLOT_BYTES, self.memory
+        cookie, base, length, descriptor, file, created, num_outputs, name = _FIXED.unpack_from(memory, at + _FIXED_AT)
+        bank = _BANKS[num_outputs].unpack_from(memory, at + _BANKS_AT + (commit & 1) * _BANK_BYTES)
+        total, state = bank[:2]
+        request = memory[at + _REQUEST_AT : at + _REQUEST_AT + length] if file < 0 else os.pread(file, length, 0)
+        ring = memory[at + _RING_AT : at + SLOT_BYTES]
+        end = total % RING_BYTES
+        last = ring[:total] if total < RING_BYTES else ring[end:] + ring[:end]
+        is_named = bool(state & NAMED)
+        past = PastResponse(
+            request,
+            state=state,
+            request_id=name.decode() if is_named else "",
+            created=created,
+            entries=tuple(map(OutputEntry.of, bank[2:])) if is_named else (),
+        )
+        return HeldRecord(slot, descriptor, cookie, base, total, last[-(RING_BYTES - MOST_AT_ONCE) :], past)
+
+
+class HeldResponse:
+    """Stores a response. It stands in the place of the connection's transport until the response has ended.
+
+    Attributes:
+        past: What another gateway has done of the response; None: it begins here.
+        created: When the answer began, in seconds since the epoch; whoever makes the answer sets it.
+    """
+
+    def __init__(
+        self,
+        table: HeldTable,
+        slot: int,
+        flow: ClientFlow,
+        fixed: tuple[int, int, int, int, int],
+        past: PastResponse | None,
+    ) -> None:
+        """``fixed``: cookie, base, bytes of the request, descriptor, file of the request or -1."""
+        self.past = past
+        self.created = 0 if past is None else past.created
+        self._table, self._slot, self._flow, self._fixed = table, slot, flow, fixed
+        self._memory, self._words = table.memory, table.words
+        at = slot * SLOT_BYTES
+        self._ring, self._commit_at = at + _RING_AT, at // 8
+        self._banks = at + _BANKS_AT, at + _BANKS_AT + _BANK_BYTES
+        self._words[(at + _GIVEN_AT) // 8] = 0
+        self._total = self._commit = 0
+        self._state = 0
+        self._entries: list[int] = []
+        self._bank = _BANKS[0]
+        self._is_stored = True
+        self._transport = flow.transport
+        self._transport.set_write_buffer_limits(high=MOST_BUFFERED)
+        if past is None:
+            self._store_fixed("")
+            self._store()
+        else:
+            self._state = past.state
+            self.name(past.request_id, [entry.word for entry in past.entries])
+        flow.transport = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else a transport has."""
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Store a piece of the response, then write it."""
+        size, total = len(data), self._total
+        at = total % RING_BYTES
+        if size > MOST_AT_ONCE:
+            # Until the kernel takes bytes that are not stored, the stored ones say all that is needed.
+            self._is_stored = False
+        if self._is_stored:
+            ring, memory = self._ring, self._memory
+            if at + size <= RING_BYTES:
+                memory[ring + at : ring + at + size] = data
+            else:
+                fits = RING_BYTES - at
+                memory[ring + at : ring + RING_BYTES] = data[:fits]
+                memory[ring : ring + size - fits] = data[fits:]
+            self._total = total + size
+            if not self._state & BEGUN:
+                self._state |= BEGUN | CHUNKED if _IS_CHUNKED in data else BEGUN
+            elif data.endswith(_LAST_CHUNK) and self._state & CHUNKED:
+                self._state |= ENDED
+            self._store()
+        self._transport.write(data)
+
+    def name(self, request_id: str, entries: list[int]) -> None:
+        """Store the id of the request, and a word for each output: see :attr:`OutputEntry.word`."""
+        self._entries, self._bank = entries, _BANKS[len(entries)]
+        if request_id:
+            self._state |= NAMED
+        self._store_fixed(request_id)
+        self._store()
+
+    def mark_shaped(self) -> None:
+        """Note that the next piece holds the events before any output."""
+        self._state |= SHAPED
+
+    def advance(self, index: int, num_tokens: int, num_chars: int, *, has_event: bool, is_finished: bool) -> None:
+        """Note that the next piece covers an output up to so many tokens, and so many characters more of its text."""
+        word = self._entries[index]
+        flags = word & 1 | has_event | is_finished << 1
+        self._entries[index] = flags | num_tokens << 2 | ((word >> 33) + num_chars) << 33
+
+    def close(self) -> None:
+        """Let go of the response, which has ended: at once, or when the kernel has its last bytes."""
+        self._flow.transport = self._transport
+        state = self._state
+        if self._is_stored and (state & ENDED or state & (BEGUN | CHUNKED) == BEGUN):
+            asyncio.get_running_loop().call_soon(self._free_when_taken)
+        else:
+            self._free()
+
+    def _free_when_taken(self) -> None:
+        if self._transport.get_write_buffer_size() and not self._transport.is_closing():
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._free_when_taken)
+        else:
+            self._free()
+
+    def _free(self) -> None:
+        file, size = self._fixed[4], self._fixed[2]
+        self._table.free(self._slot, 0 if file < 0 else size)
+        if file >= 0:
+            os.close(file)
+
+    def _store_fixed(self, request_id: str) -> None:
+        fields = (*self._fixed, self.created, len(self._entries), request_id.encode())
+        _FIXED.pack_into(self._memory, self._slot * SLOT_BYTES + _FIXED_AT, *fields)
+
+    def _store(self) -> None:
+        """Let what was stored count."""
+        commit = self._commit = self._commit + 1
+        self._bank.pack_into(self._memory, self._banks[commit & 1], self._total, self._state, *self._entries)
+        self._words[self._commit_at] = commit  # one aligned word: a process that is killed has stored it, or not
+
+
+_NOT_REPEATED = frozenset((b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"x-request-id"))
+
+
+class AskedRequest(Protocol):
+    """A request as the parser has read it: see :class:`.http_exchange.HttpExchange`."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: dict[bytes, bytes]
+    request_id: bytes
+
+
+def request_bytes(asked: AskedRequest, body: bytes | bytearray) -> bytes:
+    """Return a request as its client could have sent it; empty for a path that cannot be written as it was read."""
+    path, query = asked.path, asked.query
+    if not path.isascii() or not path.isprintable() or " " in path or "?" in path or "%" in path:
+        return b""
+    target = b"%b?%b" % (path.encode(), query) if query else path.encode()
+    lines = [b"%b %b HTTP/1.1\r\n" % (asked.method.encode(), target)]
+    lines += [b"%b: %b\r\n" % each for each in asked.headers.items() if each[0] not in _NOT_REPEATED]
+    lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (asked.request_id, len(body)))
+    return b"".join((*lines, body))
+
+
+def cookie_of(descriptor: int) -> int:
+    """Return the kernel's name of a socket. Raises ``OSError``."""
+    cookie: int = struct.unpack("@Q", _option(descriptor, socket.SOL_SOCKET, _SO_COOKIE, 8))[0]
+    return cookie
+
+
+def num_taken(descriptor: int) -> int:
+    """Return how many bytes the kernel has taken from a TCP connection: those that its client has acknowledged, and
+    those that are still queued. Raises ``OSError``."""
+    while True:
+        acknowledged = _num_acknowledged(descriptor)
+        queued: int = struct.unpack("@i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0" * 4))[0]
+        if acknowledged == _num_acknowledged(descriptor):
+            return acknowledged + queued
+
+
+def _num_acknowledged(descriptor: int) -> int:
+    info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    count: int = struct.unpack_from("@Q", info, _ACKED_AT)[0]
+    return count
+
+
+def _option(descriptor: int, level: int, name: int, size: int) -> bytes:
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+    try:
+        return connection.getsockopt(level, name, size)
+    finally:
+        connection.detach()
+
+
+def _file_of(data: bytes) -> int:
+    """Return the descriptor of a file in memory."""
+    file = os.memfd_create("tokenloom-held-request")
+    with open(file, "wb", buffering=0, closefd=False) as written:
+        written.write(data)
+    return file

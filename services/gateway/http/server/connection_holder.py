@@ -1,0 +1,340 @@
+"""Keeps the connections of a gateway that is killed, and gives them to a gateway that lives.
+
+The holder is a process that shares the gateway's table of descriptors, so it has each connection without a call for it.
+It waits for the gateway's end. Then it closes all that nobody continues, and gives the connections whose responses are
+stored (``held_responses``) to the first gateway that takes them, by a unix socket of the directory in which they meet.
+That gateway writes what the kernel has not taken, and answers on.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import os
+import platform
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from prometheus_client import Counter
+
+from tokenloom.process import unix_socket
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.tasks import Tasks
+
+from ..client_flow import ResponseWriter
+from ..held_responses import HeldRecord, HeldResponse, HeldTable, OutputEntry, PastResponse, cookie_of, num_taken
+from ..http_exchange import HttpExchange
+from .http_protocol import HttpContext, HttpProtocol
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".held"
+"""Of the sockets at which gateways take connections: the name of each gateway stands before it."""
+GIVE_SECONDS = 30.0
+"""For so long a holder looks for a gateway. Output processors keep the requests for twice as long."""
+_LOOK_SECONDS = 0.05
+_TAKE_SECONDS = 10.0
+"""Limit on the time that a gateway takes for one connection."""
+_RESTART_SECONDS = 1.0
+_LENGTHS = struct.Struct(">III")
+"""Bytes of the description, of the request and of the tail."""
+_TAKEN = b"t"
+_BACKLOG = 16
+_PR_SET_NAME = 15
+_CLONE_FILES = 0x400
+_CLONE = {"x86_64": 56, "aarch64": 220}
+"""Numbers of the system call by architecture."""
+
+
+def start_holder(directory: Path) -> HeldTable:
+    """Start the holder of this process's connections, and return the table for their responses.
+
+    Call it before the process has a second thread. ``directory``: where gateways meet; it is made if it is missing.
+    Raises ``InvalidArgument`` where descriptors cannot be shared.
+    """
+    if sys.platform != "linux" or platform.machine() not in _CLONE:
+        raise InvalidArgument("hold_connections needs Linux on x86-64 or ARM64", "hold_connections")
+    assert len(os.listdir("/proc/self/task")) == 1, "a lock of another thread would stay locked in the holder"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    table = HeldTable()
+    gateway, parent = os.getpid(), os.getppid()
+    if _clone() == 0:
+        _end_with(partial(_keep_holder, table, directory, gateway, parent))
+    return table
+
+
+def _clone() -> int:
+    """Fork a process that shares the table of descriptors; return 0 in it. Raises ``OSError``."""
+    # Not os.fork: it copies the table, and each connection would have to be sent to the copy and taken back from it, 30
+    # to 60 microseconds a response. The handlers that os.fork runs in a child are for threads and locks, of which this
+    # process has none yet.
+    pid: int = ctypes.PyDLL(None, use_errno=True).syscall(
+        ctypes.c_long(_CLONE[platform.machine()]), ctypes.c_long(_CLONE_FILES | signal.SIGCHLD), 0, 0, 0, 0
+    )
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "clone")
+    return pid
+
+
+def _end_with(run: Callable[[], object]) -> NoReturn:
+    """Run a function in a child, and end it: its parent's handlers and buffers are not the child's."""
+    status = 1
+    try:
+        run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _keep_holder(table: HeldTable, directory: Path, gateway: int, parent: int) -> None:
+    """Run the holder, and another one if it is killed: this process does nothing else, so nothing ends it."""
+    os.setsid()  # the supervisor ends the group of a gateway with it
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"holder", 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    gc.disable()
+    was_killed = True
+    while was_killed:
+        if (pid := _clone()) == 0:
+            _end_with(partial(_hold, table, directory, gateway, parent))
+        was_killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        if was_killed:
+            time.sleep(_RESTART_SECONDS)
+
+
+def _hold(table: HeldTable, directory: Path, gateway: int, parent: int) -> None:
+    """Wait for the end of the gateway, then give its connections away."""
+    with contextlib.suppress(ProcessLookupError):
+        _wait_for_end(os.pidfd_open(gateway))
+    records = list(table.records())
+    keep = {record.descriptor for record in records}
+    try:
+        keep.add(above := os.pidfd_open(parent))
+    except ProcessLookupError:
+        return
+    _close_all_but(keep)  # at once: peers of the gateway learn of its end by that
+    held = [(record, connection) for record in records if (connection := _connection_of(record)) is not None]
+    until = time.monotonic() + GIVE_SECONDS
+    while held and time.monotonic() < until and not _has_ended(above):
+        for path in directory.glob(f"*{SUFFIX}"):
+            _give_all(table, path, held)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _wait_for_end(process: int) -> None:
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    poll.poll()
+
+
+def _has_ended(process: int) -> bool:
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _close_all_but(keep: Iterable[int]) -> None:
+    start = 0
+    for descriptor in sorted(keep):
+        os.closerange(start, descriptor)
+        start = descriptor + 1
+    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+
+
+def _connection_of(record: HeldRecord) -> socket.socket | None:
+    """Return the connection of a response that is not over; None if there is none: its descriptor may be another
+    connection's by now."""
+    try:
+        if cookie_of(record.descriptor) != record.cookie:
+            return None
+    except OSError:
+        return None
+    return socket.socket(fileno=record.descriptor)
+
+
+def _give_all(table: HeldTable, path: Path, held: list[tuple[HeldRecord, socket.socket]]) -> None:
+    """Give connections to the gateway that listens at a path, as long as it takes them, and drop them from the list."""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(_TAKE_SECONDS)
+        try:
+            peer.connect(str(path))
+        except OSError:  # a socket that an ended gateway has left, or one of a gateway that leaves
+            return
+        goes_on = True
+        while held and goes_on:
+            record, connection = held.pop()
+            # Whatever happens from here on, no second gateway may write on the connection.
+            table.mark_given(record.slot)
+            with connection:
+                goes_on = _give(peer, record, connection)
+
+
+def _give(peer: socket.socket, record: HeldRecord, connection: socket.socket) -> bool:
+    """Give a connection away, or reset it if its response cannot be continued. Return whether the gateway goes on."""
+    tail = record.missing(num_taken(connection.fileno()))
+    if tail is None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+        return True
+    past = replace(record.past, tail=tail)
+    if past.is_over and not tail:
+        return True
+    about = _described(past)
+    try:
+        socket.send_fds(peer, [_LENGTHS.pack(len(about), len(past.request), len(tail))], [connection.fileno()])
+        peer.sendall(about + past.request + tail)
+        return peer.recv(1) == _TAKEN
+    except OSError:
+        return False
+
+
+def _described(past: PastResponse) -> bytes:
+    words = [entry.word for entry in past.entries]
+    return json.dumps([past.state, past.request_id, past.created, words]).encode()
+
+
+def _read_past(peer: socket.socket) -> tuple[PastResponse, socket.socket] | None:
+    """Return the next response with its connection; None: there is no further one. Raises ``OSError`` and
+    ``ValueError`` for what no holder sends."""
+    head, files, _, _ = socket.recv_fds(peer, _LENGTHS.size, 1, socket.MSG_CMSG_CLOEXEC)
+    if not head:
+        return None
+    if not files:
+        raise ValueError("a response came without its connection")
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(fileno=files[0]))
+        sizes = _LENGTHS.unpack(head + _read_exactly(peer, _LENGTHS.size - len(head)))
+        about, request, tail = (_read_exactly(peer, size) for size in sizes)
+        state, request_id, created, words = json.loads(about)
+        entries = tuple(map(OutputEntry.of, words))
+        stack.pop_all()
+    return PastResponse(request, tail, state, request_id, created, entries), connection
+
+
+def _read_exactly(peer: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if not (piece := peer.recv(size - len(data))):
+            raise ConnectionError("the holder ended within a message")
+        data += piece
+    return bytes(data)
+
+
+Take = Callable[[PastResponse, socket.socket], Awaitable[str]]
+"""Continues a response on its connection, and returns what it found to do; see :class:`HeldProtocol`."""
+
+
+class TakenConnections:
+    """Takes the connections of gateways that were killed."""
+
+    def __init__(self, directory: Path, name: str, take: Take, counter: Counter) -> None:
+        """``name``: of this gateway. ``counter``: of what was taken, by state."""
+        self._path = str(directory / f"{name}{SUFFIX}")
+        self._take = take
+        self._tasks = Tasks(lambda error: log.error("a connection could not be taken over", exc_info=error))
+        self._counter = counter
+
+    async def serve(self) -> None:
+        """Take connections, until cancelled."""
+        listener = await self._listen()
+        identity = unix_socket.identity(self._path)
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                peer, _ = await loop.sock_accept(listener)
+                peer.settimeout(_TAKE_SECONDS)
+                self._tasks.spawn(self._take_all(peer), name="connections of another gateway")
+        finally:
+            unix_socket.remove(self._path, identity)
+            listener.close()
+            await self._tasks.close()
+
+    async def _listen(self) -> socket.socket:
+        """Return a socket that listens, once no process before this one does."""
+        while True:
+            try:
+                return unix_socket.listen(self._path, _BACKLOG, 0o600)
+            except OSError as error:
+                log.warning("cannot take connections at %s: %s; trying again", self._path, error.strerror)
+                await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _take_all(self, peer: socket.socket) -> None:
+        with peer:
+            while (given := await asyncio.to_thread(_read_past, peer)) is not None:
+                state = await self._take(*given)
+                self._counter.labels(state).inc()
+                log.info("took the connection of a response that is %s from another gateway", state.replace("_", " "))
+                await asyncio.to_thread(peer.sendall, _TAKEN)
+
+
+class HeldProtocol(HttpProtocol):
+    """Serves a connection whose responses another gateway may continue, or continues that of another gateway.
+
+    Attributes:
+        found: How much there was of the response of another gateway: ``not_begun``, ``begun``, ``complete``, or
+            ``refused`` if it cannot be continued.
+    """
+
+    def __init__(
+        self, *, context: HttpContext, table: HeldTable, past: PastResponse | None = None, **named: Any
+    ) -> None:
+        """``past``: what another gateway has done of a response on this connection."""
+        super().__init__(**named, context=context)
+        self._table = table
+        self._past = past
+        self.found = "refused"
+        if past is not None:
+            self.refusal = b""  # within a response there is no place for the words of another one
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        past, self._past = self._past, None
+        if past is not None and not self._is_leaving:
+            self.found = self._go_on(past)
+
+    def _start(self, exchange: HttpExchange) -> None:
+        exchange.hold = partial(self._hold, exchange)
+        super()._start(exchange)
+
+    def _on_answered(self, exchange: HttpExchange, task: "asyncio.Task[None]") -> None:
+        if exchange.held is not None:
+            exchange.held.close()
+        super()._on_answered(exchange, task)
+
+    def _hold(self, exchange: HttpExchange, body: bytes | bytearray) -> HeldResponse | None:
+        if exchange.past is not None:
+            return exchange.held
+        if self._pipeline or exchange.body.files is not None or not cast(ResponseWriter, exchange.response).speaks_1_1:
+            return None
+        return self._table.begin(self.flow, exchange, body)
+
+    def _go_on(self, past: PastResponse) -> str:
+        """Write what the kernel has not got of a response, and let the application make what is missing."""
+        if past.is_over:
+            self.transport.write(past.tail)
+            return "complete"
+        self._receive(past.request)
+        exchange = self._answered
+        if exchange is None:
+            self.transport.abort()
+            return "refused"
+        exchange.past = past
+        exchange.held = self._table.begin(self.flow, exchange, b"", past)
+        if not past.has_begun:
+            return "not_begun"
+        exchange.started, exchange.status = True, 200
+        cast(ResponseWriter, exchange.response).go_on(past.tail, is_chunked=True)
+        return "begun"

@@ -1,0 +1,260 @@
+"""A gateway is killed while it answers clients that notice nothing: another one goes on, on the same connections."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+
+from tests.mesh.faults.test_killed_gateways import SLOW, STREAMS, TOOL
+from tests.mesh.harness import MODEL, SOON, Mesh
+from tests.plain_text import PLAIN_TEXT
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+
+MESSAGES: Any = [{"role": "user", "content": "Wake me."}]
+TOOLS: Any = [TOOL]
+TOKENS = 60
+
+
+class Victim:
+    """A gateway in a process of its own, with a holder."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self._process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+
+    def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+
+    def http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=SOON, verify=PLAIN_TEXT)
+
+
+@asynccontextmanager
+async def victim(mesh: Mesh, directory: Path) -> AsyncIterator[Victim]:
+    """Start a gateway of a mesh."""
+    settings = mesh.gateway.settings
+    assert isinstance(settings, GatewaySettings)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port, number = held.getsockname()[1], held.fileno()
+        flags = {
+            "instance-id": "gateway-1",
+            "listen": f"unix:{directory}/victim",
+            "http-listen": f"127.0.0.1:{port}",
+            "http-listen-fd": str(number),
+            "metrics-listen": "",
+            "tokenizers": ",".join(settings.tokenizers),
+            "output-processors": ",".join(settings.output_processors),
+            "coordinator": settings.coordinator,
+            "hold-connections": str(settings.hold_connections),
+        }
+        command = [sys.executable, "-m", "tokenloom.services.gateway"]
+        command += [word for name, value in flags.items() for word in (f"--{name}", value)]
+        process = await asyncio.create_subprocess_exec(*command, pass_fds=(number,))
+    gateway = Victim(process, port)
+    try:
+        async with gateway.http() as http, asyncio.timeout(SOON):
+            while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        yield gateway
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop has not noticed yet
+                process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def held_mesh(directory: Path, **options: Any) -> AsyncIterator[Mesh]:
+    """A mesh whose gateway takes the connections of others."""
+    meeting = directory / "held"
+    meeting.mkdir()
+    options = {"output_processors": 2, "engine": SLOW, **options}
+    async with Mesh(directory, gateway={"hold_connections": str(meeting)}, **options).running() as mesh:
+        yield mesh
+
+
+async def taken(mesh: Mesh, state: str) -> int:
+    """How many connections the mesh's gateway has taken."""
+    async with mesh.http() as http:
+        metrics = (await http.get("/metrics")).text
+    name = f'tokenloom_gateway_taken_responses_total{{state="{state}"}} '
+    return sum(int(float(line.removeprefix(name))) for line in metrics.splitlines() if line.startswith(name))
+
+
+def openai_client(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="a key", max_retries=0, timeout=SOON)
+
+
+def anthropic_client(url: str) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=url, api_key="a key", max_retries=0, timeout=SOON)
+
+
+Read = Callable[[str, Callable[[], object]], Awaitable[object]]
+"""Asks the gateway with a URL, calls the function when the answer has begun, and returns what the client got."""
+
+
+async def read_chat(url: str, on_begun: Callable[[], object]) -> object:
+    pieces, ids = [], set()
+    async with openai_client(url) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            max_tokens=TOKENS,
+            seed=3,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        async for event in stream:
+            ids.add((event.id, event.created))
+            pieces += [choice.delta.content or "" for choice in event.choices]
+            if len(pieces) == 5:
+                on_begun()
+    assert len(ids) == 1
+    assert event.usage is not None
+    return "".join(pieces), event.usage.completion_tokens
+
+
+async def read_samples(url: str, on_begun: Callable[[], object]) -> object:
+    choices: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    async with openai_client(url) as client:
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt="Once upon a time",
+            n=3,
+            logprobs=2,
+            max_tokens=TOKENS,
+            seed=4,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        async for event in stream:
+            for choice in event.choices:
+                assert choice.logprobs is not None
+                choices[choice.index].append((choice.text, choice.logprobs.tokens or [], choice.finish_reason))
+            if len(choices[1]) == 4:
+                on_begun()
+    texts = {index: "".join(text for text, _, _ in parts) for index, parts in choices.items()}
+    tokens = {index: [token for _, part, _ in parts for token in part] for index, parts in choices.items()}
+    return texts, tokens, {index: parts[-1][2] for index, parts in choices.items()}
+
+
+async def read_tools(url: str, on_begun: Callable[[], object]) -> object:
+    names, arguments, reason, count = [], "", None, 0
+    async with openai_client(url) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            tools=TOOLS,
+            tool_choice="required",
+            max_tokens=TOKENS,
+            seed=3,
+            stream=True,
+        )
+        async for event in stream:
+            for choice in event.choices:
+                for call in choice.delta.tool_calls or []:
+                    assert call.function is not None
+                    names += [call.function.name] if call.function.name else []
+                    arguments += call.function.arguments or ""
+                reason = choice.finish_reason or reason
+            count += 1
+            if count == 2:
+                on_begun()
+    return names, arguments, reason
+
+
+async def read_messages(url: str, on_begun: Callable[[], object]) -> object:
+    count = 0
+    async with (
+        anthropic_client(url) as client,
+        client.messages.stream(
+            model=MODEL,
+            max_tokens=TOKENS,
+            messages=MESSAGES,
+            extra_body={"seed": 5, "ignore_eos": True},
+        ) as stream,
+    ):
+        async for event in stream:
+            count += event.type == "text"
+            if count == 5:
+                on_begun()
+        message = await stream.get_final_message()
+    return message.content[0].text, message.stop_reason, message.usage.output_tokens  # type: ignore[union-attr]
+
+
+async def read_whole(url: str, on_begun: Callable[[], object]) -> object:
+    async with openai_client(url) as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            max_tokens=TOKENS,
+            seed=6,
+            extra_body={"ignore_eos": True},
+        )
+        asked = asyncio.ensure_future(answer)
+        on_begun()
+        whole = await asked
+    assert whole.usage is not None
+    return whole.choices[0].message.content, whole.usage.completion_tokens
+
+
+async def read_curl(url: str, on_begun: Callable[[], object]) -> object:
+    """By a program that follows the framing of HTTP to the byte, and fails if it is broken."""
+    path, fields = STREAMS["chat"]
+    body = json.dumps({"model": MODEL, "stream": True, **fields, "max_tokens": TOKENS})
+    flags = ("-N", "-s", "-S", "--fail", "-H", "content-type: application/json", "-d", body)
+    curl = await asyncio.create_subprocess_exec("curl", *flags, f"{url}{path}", stdout=asyncio.subprocess.PIPE)
+    assert curl.stdout is not None
+    lines = []
+    async for line in curl.stdout:
+        lines.append(line)
+        if len(lines) == 9:
+            on_begun()
+    assert await curl.wait() == 0
+    assert lines[-2:] == [b"data: [DONE]\n", b"\n"]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-2] if line != b"\n"]
+    pieces = [choice["delta"].get("content", "") for event in events for choice in event["choices"]]
+    return "".join(pieces), events[-1]["usage"]["completion_tokens"]
+
+
+READERS: dict[str, Read] = {
+    "chat": read_chat,
+    "samples": read_samples,
+    "tools": read_tools,
+    "messages": read_messages,
+    "curl": read_curl,
+}
+
+
+async def test_streams_go_on_when_their_gateway_is_killed(socket_dir: Path) -> None:
+    """All at once: clients of OpenAI and Anthropic, and curl."""
+    async with held_mesh(socket_dir) as mesh:
+        async with victim(mesh, socket_dir) as gateway:
+            begun = dict.fromkeys(READERS, False)
+
+            def begin(name: str) -> None:
+                begun[name] = True
+                if all(begun.values()):
+                    gateway.kill()
+
+            reads = [read(gateway.url, partial(begin, name)) for name, read in READERS.items()]
+            async with asyncio.timeout(SOON):
+                answers = await asyncio.gather(*reads)
+        references = [await read(mesh.url, lambda: None) for read in READERS.values()]
+        assert dict(zip(READERS, answers, strict=True)) == dict(zip(READERS, references, strict=True))
+        assert await taken(mesh, "begun") == len(READERS)
+        await mesh.until_idle()

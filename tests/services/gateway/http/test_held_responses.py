@@ -1,0 +1,231 @@
+"""What is stored of a response says, at any time, what its client gets and what is missing of it."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tokenloom.request.limits import AdmissionLimit
+from tokenloom.services.gateway.http.client_flow import ClientFlow
+from tokenloom.services.gateway.http.held_responses import (
+    MOST_AT_ONCE,
+    RING_BYTES,
+    HeldRecord,
+    HeldResponse,
+    HeldTable,
+    OutputEntry,
+    num_taken,
+)
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
+from tokenloom.services.gateway.http.request_body import RequestBody
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+PLAIN_HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+END = b"0\r\n\r\n"
+ID = "a" * 40
+SOON = 30.0
+
+
+class Connection:
+    """A connection over TCP: the server's transport, and the client's socket."""
+
+    def __init__(self, transport: asyncio.Transport, client: socket.socket) -> None:
+        self.transport = transport
+        self.client = client
+        self.flow = ClientFlow(transport)
+
+    def exchange(self, path: str = "/v1/completions", **headers: str) -> HttpExchange:
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        body = RequestBody(self.flow, AdmissionLimit(1 << 20))
+        sink: Any = None  # nothing is written by the exchange itself
+        return HttpExchange(("POST", path, b"a=1"), pairs, body, sink)
+
+    def begin(self, table: HeldTable, body: bytes = b"{}", **headers: str) -> HeldResponse:
+        held = table.begin(self.flow, self.exchange(host="here", **headers), body)
+        assert held is not None
+        return held
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[Connection]:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, accepted)
+        try:
+            client.setblocking(False)
+            yield Connection(transport, client)
+        finally:
+            transport.abort()
+            await asyncio.sleep(0)
+
+
+def only(records: Iterator[HeldRecord]) -> HeldRecord:
+    (record,) = records
+    return record
+
+
+async def test_what_the_kernel_has_taken_is_not_missing() -> None:
+    table = HeldTable(2)
+    async with connected() as connection:
+        connection.transport.write(b"of an earlier response")
+        held = connection.begin(table)
+        held.name(ID, [0, 0])
+        held.mark_shaped()
+        connection.flow.transport.write(HEAD)
+        held.advance(1, 3, 11, has_event=True, is_finished=False)
+        connection.flow.transport.write(b"5\r\nhello\r\n")
+        record = only(table.records())
+        assert record.base == len(b"of an earlier response")
+        assert record.missing(num_taken(record.descriptor)) == b""
+        assert record.missing(record.base) == HEAD + b"5\r\nhello\r\n"
+        assert record.missing(record.base + record.total - 4) == b"lo\r\n"
+        assert record.missing(record.base + record.total + 1) is None  # of another response
+        assert record.missing(record.base - 1) is None
+        assert record.past.entries == (OutputEntry(), OutputEntry(True, False, 3, 11))
+        assert (record.past.request_id, record.past.has_begun, record.past.has_first) == (ID, True, True)
+        assert not record.past.is_over
+
+
+async def test_the_request_comes_back_as_the_parser_reads_it() -> None:
+    table = HeldTable(2)
+    async with connected() as connection:
+        connection.begin(
+            table, b'{"a": 1}', authorization="Bearer key", transfer_encoding="chunked", x_request_id="mine"
+        )
+        assert only(table.records()).past.request == (
+            b"POST /v1/completions?a=1 HTTP/1.1\r\nhost: here\r\nauthorization: Bearer key\r\n"
+            b'x-request-id: mine\r\ncontent-length: 8\r\n\r\n{"a": 1}'
+        )
+
+
+@pytest.mark.parametrize("size", [1, 14 << 10, 15 << 10, 900 << 10])
+async def test_requests_of_any_size(size: int) -> None:
+    table = HeldTable(2)
+    async with connected() as connection:
+        held = connection.begin(table, b"x" * size)
+        assert only(table.records()).past.request.endswith(b"\r\n\r\n" + b"x" * size)
+        held.close()
+        assert (table.num_held, list(table.records())) == (0, [])
+
+
+async def test_what_cannot_be_continued_is_not_held() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        assert table.begin(connection.flow, connection.exchange(), b"x" * (1 << 20)) is None
+        assert table.begin(connection.flow, connection.exchange("/v1/a b"), b"") is None
+        assert table.num_held == 0
+        held = connection.begin(table)
+        assert table.begin(connection.flow, connection.exchange(), b"") is None  # no slot is left
+        held.close()
+        assert HeldTable(0).begin(connection.flow, connection.exchange(), b"") is None
+    mine, other = socket.socketpair()
+    with other:
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, mine)
+        assert table.begin(ClientFlow(transport), connection.exchange(), b"") is None  # the kernel does not count
+        transport.abort()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("size", [1, 700, MOST_AT_ONCE - 1, MOST_AT_ONCE])
+async def test_the_last_bytes_are_kept(size: int) -> None:
+    """Also where they begin at the end of the ring."""
+    table = HeldTable(1)
+    async with connected() as connection:
+        connection.begin(table)
+        written = b""
+        for number in range(3 * RING_BYTES // size + 2 if size > 1 else 300):
+            piece = bytes([number % 251]) * size
+            connection.flow.transport.write(piece)
+            written += piece
+            with contextlib.suppress(BlockingIOError):
+                connection.client.recv(1 << 20)
+            await asyncio.sleep(0)
+            record = only(table.records())
+            assert record.total == len(written)
+            assert written.endswith(record.last)
+            assert len(record.last) == min(len(written), RING_BYTES - MOST_AT_ONCE)
+
+
+async def test_a_piece_that_was_stored_in_part_spoils_nothing() -> None:
+    """As by a kill between the bytes and the word that makes them count."""
+    table = HeldTable(1)
+    async with connected() as connection:
+        held = connection.begin(table)
+        held.name(ID, [0])
+        for _ in range(RING_BYTES // 1000 + 1):
+            held.advance(0, 1, 1, has_event=True, is_finished=False)
+            connection.flow.transport.write(b"a" * 1000)
+        before = only(table.records())
+        held._store = lambda: None  # type: ignore[method-assign]
+        held.advance(0, 2, 1, has_event=True, is_finished=True)
+        connection.flow.transport.write(b"b" * MOST_AT_ONCE)
+        assert only(table.records()) == before
+
+
+async def test_bytes_that_are_not_stored_end_what_can_be_continued() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        connection.begin(table)
+        connection.flow.transport.write(HEAD)
+        connection.flow.transport.write(b"x" * (MOST_AT_ONCE + 1))
+        connection.flow.transport.write(b"y")
+        record = only(table.records())
+        assert record.missing(record.base + len(HEAD)) == b""
+        assert record.missing(num_taken(record.descriptor)) is None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "is_over"), [((HEAD,), False), ((HEAD, END), True), ((PLAIN_HEAD,), True), ((), False)]
+)
+async def test_when_a_response_is_over(pieces: tuple[bytes, ...], is_over: bool) -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        held = connection.begin(table)
+        for piece in pieces:
+            connection.flow.transport.write(piece)
+        assert only(table.records()).past.is_over is is_over
+        held.close()
+        assert connection.flow.transport is connection.transport
+        assert table.num_held == is_over  # until the next turn of the event loop, after which the kernel has it
+        await asyncio.sleep(0)
+        assert table.num_held == 0
+
+
+async def test_a_response_is_held_until_the_kernel_has_its_end() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        held = connection.begin(table)
+        connection.flow.transport.write(HEAD)
+        size = 0
+        while not connection.transport.get_write_buffer_size():
+            connection.flow.transport.write(b"z" * MOST_AT_ONCE)
+            size += MOST_AT_ONCE
+            await asyncio.sleep(0)
+        connection.flow.transport.write(END)
+        held.close()
+        await asyncio.sleep(0)
+        record = only(table.records())
+        missing = record.missing(num_taken(record.descriptor))
+        assert missing is not None
+        assert missing.endswith(b"z" + END)
+        async with asyncio.timeout(SOON):
+            while table.num_held:
+                with contextlib.suppress(BlockingIOError):
+                    connection.client.recv(1 << 20)
+                await asyncio.sleep(0.001)
+
+
+async def test_what_was_given_away_is_given_to_no_other() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        held = connection.begin(table)
+        table.mark_given(only(table.records()).slot)
+        assert list(table.records()) == []
+        held.close()
+        connection.begin(table)
+        assert only(table.records()).past.state == 0

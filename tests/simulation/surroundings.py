@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tokenloom.request.limits import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.host.host_dependencies import Clock, HostDependencies, Port
 from tokenloom.services.runtime.host.host_dependencies import Network as HostNetwork
 from tokenloom.services.runtime.host.limits import GrpcLimits
@@ -17,7 +18,6 @@ from tokenloom.services.runtime.local_streams.channel import LocalCall
 from tokenloom.services.runtime.local_streams.server import CallDetails, ServerCall
 from tokenloom.services.runtime.local_streams.socket_end import Kind, encode_frame
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.tasks import Tasks
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from tokenloom.request.errors import InvalidArgument, Unavailable
-from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
+from tokenloom.request.limits import MAX_MESSAGE_BYTES
 
 S = TypeVar("S")
 Metadata = tuple[tuple[str, str | bytes], ...]

@@ -20,6 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from typing import Final, NoReturn, Self
 
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Limit of the messages of every channel and server between services; gRPC's default of 4 MiB is too small for a long
+prompt."""
 GiveBack = Callable[[int], object]
 """Takes an amount back."""
 

@@ -10,12 +10,12 @@ import grpc.aio
 
 from tokenloom.process import unix_socket
 from tokenloom.request.errors import Unavailable
+from tokenloom.request.limits import MAX_MESSAGE_BYTES
 
 from .. import addresses
 from ..local_streams.server import LocalServer
 from ..local_streams.socket_end import path_beside
 from ..peers.channels import KEEPALIVE_OPTIONS
-from ..peers.message_limit import MAX_MESSAGE_BYTES
 from ..peers.tls import MeshTLS, PublicTLS
 from .held_port import HeldPort, adopt
 from .service_settings import ServiceSettings

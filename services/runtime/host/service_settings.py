@@ -12,10 +12,10 @@ from msgspec.structs import force_setattr
 
 from tokenloom.process.plugins import check_plugins
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.limits import MAX_MESSAGE_BYTES
 
 from .. import addresses
 from ..peers.certificate_files import CertificateFiles
-from ..peers.message_limit import MAX_MESSAGE_BYTES
 from .foreign_flags import answer_unknown
 from .limits import GrpcLimits
 from .options import (

@@ -9,12 +9,13 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
+from tokenloom.request.limits import MAX_MESSAGE_BYTES
+
 from ..local_streams.channel import LocalChannel
 from ..local_streams.socket_end import path_beside
 from ..tasks import Tasks
 from .certificate_files import dns_name
 from .keepalive import Keepalive
-from .message_limit import MAX_MESSAGE_BYTES
 from .tls import MeshTLS
 
 log = logging.getLogger(__name__)

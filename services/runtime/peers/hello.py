@@ -7,9 +7,8 @@ frames, and the sender takes one credit per frame.
 from collections.abc import Iterable
 
 from tokenloom.request.errors import FailedPrecondition
+from tokenloom.request.limits import MAX_MESSAGE_BYTES
 from tokenloom.v1 import types_pb2
-
-from .message_limit import MAX_MESSAGE_BYTES
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_SECONDS = 0.5

@@ -69,9 +69,7 @@ def test_the_client_has_all_that_it_imports_and_neither_numpy_nor_a_service() ->
     found = client_paths(ROOT, names)
     assert "tokenloom/request/errors.py" in found
     assert not [name for name in found if name.startswith(("tokenloom/cli/", "tokenloom/bench/"))]
-    assert [name for name in found if "services/" in name and not name.endswith("__init__.py")] == [
-        "tokenloom/services/runtime/peers/message_limit.py"
-    ]
+    assert not [name for name in found if "services/" in name]
     code = "import sys; sys.modules['numpy'] = None; import tokenloom.client; "
     code += "sys.exit(' '.join({'uvloop', 'tokenizers', 'rich', 'typer', 'zmq'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

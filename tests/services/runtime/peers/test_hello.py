@@ -3,6 +3,7 @@
 import pytest
 
 from tokenloom.request.errors import FailedPrecondition
+from tokenloom.request.limits import MAX_MESSAGE_BYTES
 from tokenloom.services.engine.kv import kv_loads as kv_reading
 from tokenloom.services.gateway.mesh import tokenizer_client
 from tokenloom.services.output_processor.placement import engine_link
@@ -13,7 +14,6 @@ from tokenloom.services.runtime.peers.hello import (
     fingerprint_difference,
     make_hello,
 )
-from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
 

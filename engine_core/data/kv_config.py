@@ -86,9 +86,12 @@ class KVConfig(Struct, frozen=True):
         "What happens if KV blocks cannot be loaded: recompute them here, or fail the request with a retryable error.",
         Meta(extra={"name": "kv_policy"}),
     ] = "recompute"
-    checksum: Annotated[bool, "Compare a CRC-32 of every KV block that moved.", Meta(extra={"name": "kv_checksum"})] = (
-        False
-    )
+    checksum: Annotated[
+        bool | None,
+        "Compare a CRC-32 of every KV block that was read from another engine; by default of those that came through "
+        "neither memory of one host (shm, cuda) nor TLS. Both engines must compare.",
+        Meta(extra={"name": "kv_checksum"}),
+    ] = None
     lease_seconds: Annotated[
         _Seconds,
         "Seconds that the KV blocks of a finished prefill are held unless the reader renews the lease.",

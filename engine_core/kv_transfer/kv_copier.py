@@ -34,6 +34,7 @@ from .kv_transport import (
     KVTransferError,
     KVTransport,
     MemoryApart,
+    are_compared,
 )
 
 log = logging.getLogger(__name__)
@@ -227,8 +228,9 @@ class KVCopier:
         executor: Executor,
         failpoints: Failpoints,
         *,
-        checksum: bool,
+        checksum: bool | None,
     ) -> None:
+        """``checksum``: as ``KVConfig.checksum``."""
         self._pool = pool
         self._transports = {transport.name: transport for transport in transports}
         self._executor = executor
@@ -299,7 +301,8 @@ class KVCopier:
         try:
             with self._ending(task.target.owner):
                 sums = self._copy(task)
-            done(sums if sums is not None else self._checksums_of(task) if self._checksum else [], None)
+            compares = sums is None and self._compares(task)
+            done(self._checksums_of(task) if compares else sums or [], None)
         except KVTransferError as error:
             log.warning("copying KV failed: %s", error)
             done([], error)
@@ -347,7 +350,7 @@ class KVCopier:
             layout=task.target.layout or self._common,
         )
         tears = self._failpoints.fires("torn_copy")
-        return memory.read(target, task.block_ids, checksum=self._checksum, tears=tears)
+        return memory.read(target, task.block_ids, checksum=self._compares(task), tears=tears)
 
     def _read(self, task: CopyTask) -> None:
         # First: layouts that cannot be joined need no connection.
@@ -360,6 +363,9 @@ class KVCopier:
         self._pool.spread(task.block_ids)
         if self._failpoints.fires("torn_copy"):
             self._pool.damage(task.block_ids[-1])
+
+    def _compares(self, task: CopyTask) -> bool:
+        return are_compared(self._checksum, self._transports.get(task.target.transport))
 
     def _checksums_of(self, task: CopyTask) -> list[int]:
         divided = self._divided(task.target)

@@ -10,7 +10,8 @@ import os
 import queue
 import threading
 import time
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -38,10 +39,12 @@ from ..wire.frames import Decoder, encode
 from .block_loads import CopyTask, LoadOrder, LoadResult, Loads
 from .failpoints import Failpoints
 from .kv_copier import NUM_THREADS, KVCopier
-from .kv_transport import KVPool, KVTransferError, KVTransport
+from .kv_transport import KVPool, KVTransferError, KVTransport, are_compared
 from .leases import LeaseTable, random_id
 
 Command = Callable[[], None]
+_MOST_SUMS = 4096
+"""Readers whose checksums are kept: far more than release within the seconds in which a call is repeated."""
 
 
 class KVService:
@@ -74,6 +77,7 @@ class KVService:
         self.results: deque[LoadResult] = deque()
         self._config = config
         self._transports = list(transports)
+        self._by_name = {transport.name: transport for transport in self._transports}
         self._failpoints = failpoints
         self._executor = executor or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-copy")
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # a few for each load
@@ -92,6 +96,7 @@ class KVService:
             timeout_seconds=config.load_timeout_seconds,
             clock=clock,
         )
+        self._sums: OrderedDict[bytes, array[int]] = OrderedDict()  # of the last readers that released, for repetitions
         self._closed = threading.Event()
 
     def register(self, pool: KVPool) -> None:
@@ -153,7 +158,7 @@ class KVService:
             # end.
             case KVAcquire() if (name := self._unmade_transport(call)) is not None:
                 self._make_endpoint(name, call)
-            case KVRelease() if self._config.checksum:
+            case KVRelease() if self._config.checksum is not False:
                 self._release_with_checksums(call)
             case _:
                 self._answer(call, [])
@@ -212,7 +217,8 @@ class KVService:
         endpoint = b"" if call.is_own else self._endpoints.find(name) if name is not None else None
         if name is None or endpoint is None:
             raise KVTransferError("transport", f"the owner serves {self._endpoints.names}, not {call.transports}")
-        lease, ttl = self.leases.acquire(call.lease_id, call.prompt_digest)
+        compares = not call.is_own and are_compared(self._config.checksum, self._by_name.get(name))
+        lease, ttl = self.leases.acquire(call.lease_id, call.prompt_digest, compares=compares)
         if self._failpoints.fires("lease_expires"):
             self.leases.end_early(lease.acquisition_id)
         # Before the reader has the answer: it may connect at once, and nixl's owner has to make progress for that.
@@ -246,11 +252,23 @@ class KVService:
     def _release_with_checksums(self, call: KVRelease) -> None:
         assert self._copier is not None, "register comes first"
         try:
-            block_ids = self.leases.blocks_of(call.acquisition_id)
+            block_ids = self.leases.blocks_to_compare(call.acquisition_id)
         except KVTransferError:
-            self._answer(call, [])  # the lease has ended; the table has the reason
+            # The lease has ended; the table has the reason. A call that is repeated, because its answer was lost, gets
+            # the same sums: without any, the reader would use blocks that it has not compared.
+            self._answer(call, list(self._sums.get(call.acquisition_id, ())))
             return
-        self._copier.checksums(block_ids, lambda checksums: self._post(lambda: self._answer(call, checksums)))
+        if not block_ids:
+            self._answer(call, [])
+            return
+        self._copier.checksums(block_ids, lambda checksums: self._post(lambda: self._compared(call, checksums)))
+
+    def _compared(self, call: KVRelease, checksums: list[int]) -> None:
+        # Of two calls that overlap the first one counts: the second may have read blocks that have a new holder.
+        sums = self._sums.setdefault(call.acquisition_id, array("I", checksums))
+        if len(self._sums) > _MOST_SUMS:
+            self._sums.popitem(last=False)
+        self._answer(call, list(sums))
 
     def _answer_progress(self, call: KVProgress) -> bool:
         try:

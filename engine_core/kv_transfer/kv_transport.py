@@ -347,6 +347,11 @@ def _runs(source_ids: IntArray, target_ids: IntArray) -> Iterator[tuple[int, int
     yield from zip(source_ids[begins].tolist(), target_ids[begins].tolist(), counts.tolist(), strict=True)
 
 
+def are_compared(setting: bool | None, transport: object) -> bool:
+    """Return whether checksums of blocks that moved over a transport are compared. ``setting``: of ``KVConfig``."""
+    return not getattr(transport, "guards_bytes", False) if setting is None else setting
+
+
 class KVReader(Protocol):
     """Copies blocks of the owner's pool into this engine's pool. Blocking; any thread may use it."""
 
@@ -367,6 +372,11 @@ class KVTransport(Protocol):
     @property
     def name(self) -> str:
         """The name, as in ``KVTarget.transport``."""
+
+    @property
+    def guards_bytes(self) -> bool:
+        """Whether bytes cannot change on their way unseen, because they stay in the memory of one host or go under TLS.
+        A transport without this attribute counts as one that does not guard them."""
 
     @property
     def serves_on_demand(self) -> bool:

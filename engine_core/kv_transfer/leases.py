@@ -51,6 +51,8 @@ class Lease:
     tokens_ready: int = 0
     acquisition_id: bytes = b""
     """The acquisition of the latest reader; empty before the first."""
+    compares: bool = True
+    """Whether that reader's copy is compared with checksums."""
     kept_at: float | None = None
     """When the prefill was complete; None before, while the request itself holds the blocks."""
     expires_at: float = math.inf
@@ -158,8 +160,9 @@ class LeaseTable:
 
     # For the KV thread. All methods raise KVTransferError if the lease has ended or never existed.
 
-    def acquire(self, lease_id: bytes, digest: bytes) -> tuple[Lease, float]:
-        """Return a copy of the lease with a new acquisition id, and its seconds to live. Supersedes earlier readers."""
+    def acquire(self, lease_id: bytes, digest: bytes, *, compares: bool = True) -> tuple[Lease, float]:
+        """Return a copy of the lease with a new acquisition id, and its seconds to live. Supersedes earlier readers.
+        ``compares``: whether the reader's copy is to be compared with checksums."""
         with self._lock:
             lease = self._find(self._leases, lease_id)
             if lease.digest != digest:
@@ -168,6 +171,7 @@ class LeaseTable:
             # must not renew or release the lease under the new one.
             self._forget_reader(lease)
             lease.acquisition_id = self._new_id()
+            lease.compares = compares
             self._by_acquisition[lease.acquisition_id] = lease
             # A copy, because the thread that steps publishes tokens in the lease while the KV thread makes an answer of
             # it.
@@ -188,10 +192,11 @@ class LeaseTable:
         with self._lock:
             return self._extend(self._find(self._by_acquisition, acquisition_id))
 
-    def blocks_of(self, acquisition_id: bytes) -> list[int]:
-        """Return the blocks in token order."""
+    def blocks_to_compare(self, acquisition_id: bytes) -> list[int]:
+        """Return the blocks in token order whose checksums the reader is to get; empty: it gets none."""
         with self._lock:
-            return list(self._find(self._by_acquisition, acquisition_id).block_ids)
+            lease = self._find(self._by_acquisition, acquisition_id)
+            return list(lease.block_ids) if lease.compares else []
 
     def release(self, acquisition_id: bytes, generations: Sequence[int]) -> None:
         """End the lease after the copy. Raises also if a block changed or was not ready during the copy. Idempotent for

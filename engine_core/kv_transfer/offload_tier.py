@@ -347,6 +347,7 @@ class OffloadTier:
             return "transport"
         # Wrong KV would show only as wrong text, so what comes back from the disk is compared with what was written.
         if self._pool.checksums([block_id]) != [crc]:
+            self._note_failure("a block came back with other bytes than were written")
             return "checksum"
         self._pool.spread([block_id])
         return ""

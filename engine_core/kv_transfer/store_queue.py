@@ -134,6 +134,8 @@ class StoreQueue:
         """Blocks that this engine has added to the store."""
         self._away_until = 0.0
         self._num_failures = 0
+        self._wrong_at: float | None = None
+        """When a value was wrong, while the fall-back says so."""
         self._is_full = False
         self._closed = False
         self._changed = threading.Condition()
@@ -260,6 +262,9 @@ class StoreQueue:
                     job.failure = "not_found" if value is None else "checksum"
                     if value is not None:
                         self.remove(key)
+                    if value:  # not one that another engine has removed, or that is torn
+                        self._wrong_at = self._clock()
+                        OF_PROCESS.begin("kv_store", "a block had other bytes than were saved; it is removed")
                     return
                 with job.lock:
                     if job.is_ended:  # another request may have its blocks by now
@@ -365,6 +370,7 @@ class StoreQueue:
             OF_PROCESS.begin("kv_store", str(error))
 
     def _works(self) -> None:
-        if self._num_failures and not self.is_away:
-            self._num_failures = 0
+        was_wrong = self._wrong_at is not None and self._clock() - self._wrong_at > MOST_RETRY_SECONDS
+        if was_wrong or (self._num_failures and not self.is_away):
+            self._num_failures, self._wrong_at = 0, None
             OF_PROCESS.end("kv_store")

@@ -200,6 +200,7 @@ class OfferTransport:
     owner passes its memory to readers of the host."""
 
     serves_on_demand = False
+    guards_bytes = True
 
     def __init__(self) -> None:
         self._listener: KVListener | None = None

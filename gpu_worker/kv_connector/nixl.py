@@ -66,6 +66,7 @@ class NixlTransport:
 
     name = "nixl"
     serves_on_demand = True
+    guards_bytes = False
 
     def __init__(self) -> None:
         """Raises ``ImportError`` if nixl is not installed or cannot be loaded."""

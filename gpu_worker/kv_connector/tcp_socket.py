@@ -102,6 +102,7 @@ class SocketTransport:
         self._listen = listen
         self._advertise = advertise
         self._tls = tls
+        self.guards_bytes = tls is not None
         self._listener: KVListener | None = None
         self._readers: set[SocketReader] = set()
         self._lock = threading.Lock()

@@ -19,6 +19,7 @@ class MemoryTransport:
 
     name = "shm"
     serves_on_demand = False
+    guards_bytes = True
 
     def __init__(self, pools: Pools, process: Process) -> None:
         self._pools = pools

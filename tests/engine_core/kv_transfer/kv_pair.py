@@ -43,6 +43,7 @@ class MemoryTransport:
 
     name = "memory"
     serves_on_demand = False
+    guards_bytes = True
 
     def __init__(self, pools: dict[bytes, KVPool]) -> None:
         """``pools``: by endpoint; shared by all who can read each other."""

@@ -14,6 +14,8 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVReader, KVR
 class FakeTransport:
     """Records what the owner asks of it."""
 
+    guards_bytes = True
+
     def __init__(self, name: str, *, serves_on_demand: bool, error: Exception | None = None) -> None:
         self.name = name
         self.serves_on_demand = serves_on_demand

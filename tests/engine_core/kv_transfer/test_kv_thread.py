@@ -52,6 +52,21 @@ def kv_config(transport: str) -> EngineConfig:
     return msgspec.structs.replace(make_config(), kv=KVConfig(transports=(transport,), checksum=True))
 
 
+@pytest.mark.parametrize(
+    ("transport", "checksum", "count"),
+    [("shm", None, 0), ("shm", True, 25), ("socket", None, 25), ("socket", False, 0)],
+)
+async def test_what_goes_through_memory_is_compared_by_choice(
+    transport: str, checksum: bool | None, count: int
+) -> None:
+    config = kv_config(transport)
+    owner = in_thread(msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, checksum=checksum)))
+    async with started(owner) as layout:
+        _, target = await prefill(owner, layout, transport)
+        answer = await call(owner, KVRelease(2, target.acquisition_id, target.generations))
+        assert (answer.valid, len(answer.checksums)) == (True, count)
+
+
 def in_process(config: EngineConfig) -> AsyncCoreClient:
     return AsyncMPClient(config, CORE_COMMAND)
 
@@ -105,6 +120,8 @@ async def settle_verdict(owner: AsyncCoreClient, reader: AsyncCoreClient, target
     answer = await call(owner, KVRelease(2, target.acquisition_id, target.generations))
     assert answer.valid
     assert len(answer.checksums) == 25
+    repeated = await call(owner, KVRelease(3, target.acquisition_id, target.generations))
+    assert (repeated.valid, repeated.checksums) == (True, answer.checksums), "as if the first answer had been lost"
     await reader.kv_send(KVVerdict("a", valid=True, checksums=answer.checksums))
 
 

@@ -88,11 +88,7 @@ class Engine:
             worker=WorkerConfig(model=model, dtype="float32", num_threads=1, worker=worker),
             cache=CacheConfig(num_blocks=num_blocks, dtype=kv_cache_dtype),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
-            kv=KVConfig(
-                transports=names,  # type: ignore[arg-type]
-                checksum=True,
-                **kv,
-            ),
+            kv=KVConfig(transports=names, **{"checksum": True, **kv}),
             speculative=speculative,
             lora=lora or LoraConfig(),
         )

@@ -251,6 +251,9 @@ soak: install ## run random schedules of faults and of awaits, requests that mov
 	$(BIN)/python -m tests.soak.waves --experts
 	$(BIN)/python -m tests.soak.adapters
 	$(BIN)/python -m tests.soak.flips
+	$(BIN)/python -m tests.soak.kv_flips
+	$(BIN)/python -m tests.soak.verified --requests 10000 --rounds 100
+	$(BIN)/python -m tests.soak.verified --worker model --requests 10000 --rounds 100
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
 	$(BIN)/python -m tests.soak.replay --seeds 4000

@@ -48,6 +48,7 @@ def core_ready(
         pool_is_on_host=model.pool_is_on_host,
         media=model.media,
         has_waves=has_waves,
+        num_threads=model.num_threads,
         argument_schemas=model.argument_schemas,
         fall_backs=list(dict.fromkeys((*model.fall_backs, *OF_PROCESS.own()))),
     )

@@ -219,6 +219,7 @@ class ModelWorker:
             fall_backs=OF_PROCESS.own(),
             draft_bytes_per_token=self._draft_bytes_per_token,
             media=self._media_traits(),
+            num_threads=torch.get_num_threads() if self._device.type == "cpu" else 0,
             argument_schemas=[plugin.schema for plugin in self._plugins],
         )
 

@@ -95,6 +95,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """A digest of what the ranks of the data-parallel group must share; empty: there is no group."""
     has_waves: bool = False
     """Whether the core computes in waves with the other ranks of its data-parallel group."""
+    num_threads: int = 0
+    """As in ``ModelInfo``."""
     argument_schemas: list[str] = []
     """As in ``ModelInfo``."""
     fall_backs: list[tuple[str, str]] = []

@@ -55,6 +55,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     draft_bytes_per_token: int = 0
     """What the layers of a draft model or head take of ``kv_bytes_per_token``. With groups every block has room for
     them, and those of full attention use it."""
+    num_threads: int = 0
+    """Threads with which each worker computes on a CPU; 0: it computes elsewhere. Without a batch-invariant order, sums
+    in 16 bits may follow it."""
     argument_schemas: list[str] = []
     """The JSON schemas of what logits processors of plugins read of a request's ``extra_args``."""
 

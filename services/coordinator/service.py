@@ -26,6 +26,7 @@ from .coordinator_settings import CoordinatorSettings
 from .engines.engine_placement import Policy
 from .engines.engine_record import StallAwareClock
 from .engines.engine_registry import Registry
+from .engines.engine_signs import DAMAGED, WRONG
 from .engines.rebalancing import Rebalancer
 from .engines.wanted_state import Predecessor
 from .lease.kubernetes_lease import KubernetesLease, LeaseApi
@@ -161,7 +162,9 @@ class CoordinatorService:
         reports.set_function(lambda: registry.num_reports)
         text = "Engines that ended because their weights had changed in memory."
         # Here, because the engine's own metrics end with it.
-        Counter(host.metrics, "tokenloom_engine_weights_damaged", text, {}, lambda: registry.num_damaged)
+        Counter(host.metrics, "tokenloom_engine_weights_damaged", text, {}, lambda: registry.num_ended[DAMAGED])
+        text = "Engines that ended because their tokens were not those of other engines (--verify)."
+        Counter(host.metrics, "tokenloom_engine_quarantined", text, {}, lambda: registry.num_ended[WRONG])
         lines = Gauge("tokenloom_session_lines", "Lines of turns of sessions that are known.", registry=host.metrics)
         lines.set_function(lambda: len(registry.sessions))
         caches = CacheFollowers(registry.prefixes, registry.states, host.channels, host.spawn, host.fall_backs)

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 STOPPED = "The engine has stopped; retry the request."
 DAMAGED = "damaged_weights"
 """The kind of the fall-back, and the first word of the log's lines about it."""
+WRONG = "wrong_tokens"
+"""The same of an engine whose tokens were not those of other engines."""
 MOVE_SECONDS = 20.0
 """How long running requests may take to move away when the engine drains: they go on for some steps meanwhile."""
 CLOSE_SECONDS = 1.0
@@ -78,6 +80,7 @@ class RunningEngine:
         self.host.spawn(
             HealthCheck(self.core, self.load, self.host.health, self.host.fall_backs).run(), name="engine-health"
         )
+        self.host.spawn(self._leave_wrong(), name="engine-quarantine")
         return self.host.spawn(self._run_core(), name="engine-core")
 
     async def drain(self) -> None:
@@ -169,7 +172,7 @@ class RunningEngine:
                 log.info("the engine was removed from its data-parallel group; it waits to be stopped")
                 await asyncio.Event().wait()
             if isinstance(error, EngineDamagedError):
-                await self._leave_damaged(str(error))
+                await self._leave_damaged(DAMAGED, str(error), "The engine's weights are damaged; retry the request.")
                 raise Unavailable(f"{DAMAGED}: {error}") from None
             # A request that crashes engines must not be sent to all of them, so two deaths with no company end it. One
             # that was only computed together with others is not blamed, and in a group with waves the fault may lie
@@ -178,12 +181,18 @@ class RunningEngine:
             await self.end_streams(EngineDied(CORE_DIED) if is_alone else TryElsewhere(CORE_DIED))
             raise Unavailable(str(error)) from None
 
-    async def _leave_damaged(self, damage: str) -> None:
+    async def _leave_wrong(self) -> NoReturn:
+        """Leave service once a peer has found that the engine computes wrong tokens."""
+        reason = await self.streams.quarantine
+        await self._leave_damaged(WRONG, reason, "The engine has computed wrong tokens; retry the request.")
+        raise Unavailable(f"{WRONG}: {reason}")
+
+    async def _leave_damaged(self, kind: str, damage: str, message: str) -> None:
         """Give all requests to other engines, blaming none of them, and let the coordinator know why, which shows it
-        when this process is gone. The next one reads the weights anew."""
-        log.error("%s: %s; requests go on at other engines", DAMAGED, damage)
-        self.host.fall_backs.begin(DAMAGED, damage)
-        await self.end_streams(TryElsewhere("The engine's weights are damaged; retry the request."))
+        when this process is gone. The next one reads the weights anew. ``message``: for the requests."""
+        log.error("%s: %s; requests go on at other engines", kind, damage)
+        self.host.fall_backs.begin(kind, damage)
+        await self.end_streams(TryElsewhere(message))
         if self.coordinator is not None:
             await self.coordinator.reported(CLOSE_SECONDS)
 

@@ -63,6 +63,11 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
     request_record_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 20)], "Bytes of all files of records; beyond them the oldest are removed."
     ] = 1 << 30
+    verify: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        "Share of the requests that end, for example 0.01, that another engine computes again while it has time to "
+        "spare, in float32 or with --batch-invariant. An engine whose tokens are found wrong ends. 0: none are.",
+    ] = 0.0
     request_record_text: Annotated[bool, "Record the texts of prompts and outputs beside their ids."] = False
 
     def __post_init__(self) -> None:

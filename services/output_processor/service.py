@@ -40,6 +40,7 @@ from .text.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from .request.request_recorder import RequestRecorder
 
+_SALT_BYTES = 16
 Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]
 """Reads what an output processor needs of a checkpoint."""
 
@@ -86,8 +87,8 @@ class OutputProcessorService:
         )
         metrics = OutputProcessorMetrics(host.metrics, lambda: requests.num_live, lambda: links.num_open)
         recorder: RequestRecorder | None = None
-        if (folder := settings.request_record_dir) is not None:
-            recorder = await self._record(folder, host, fingerprint, vocabulary, metrics)
+        if settings.request_record_dir is not None or settings.verify:
+            recorder = await self._record(host, fingerprint, vocabulary, metrics)
             self._closing.push_async_callback(recorder.close)  # after the requests have ended
         placer = Placer(
             host.channels.open(settings.coordinator, "coordinator"),
@@ -100,6 +101,8 @@ class OutputProcessorService:
         )
         self._closing.push_async_callback(placer.close)
         self._closing.push_async_callback(_cancelled, host.spawn(placer.run(), name="coordinator"))
+        if recorder is not None and settings.verify:
+            self._verify(recorder, placer, host, metrics)
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
         self._closing.push_async_callback(kept.close)
         self._closing.push_async_callback(streams.close)  # before the placer
@@ -122,12 +125,7 @@ class OutputProcessorService:
         host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, streams, vocabulary))
 
     async def _record(
-        self,
-        folder: Path,
-        host: Host,
-        fingerprint: Fingerprint,
-        vocabulary: Vocabulary,
-        metrics: OutputProcessorMetrics,
+        self, host: Host, fingerprint: Fingerprint, vocabulary: Vocabulary, metrics: OutputProcessorMetrics
     ) -> "RequestRecorder":
         """Return what records the requests that end. Raises ``InvalidArgument`` if the folder cannot be used."""
         # Imported here, because most meshes record nothing.
@@ -137,16 +135,29 @@ class OutputProcessorService:
 
         settings, now = self._settings, host.clock.wall_milliseconds
         limits = {"max_bytes": settings.request_record_bytes, "days": settings.request_record_days}
+        folder = settings.request_record_dir
         recorder = RequestRecorder(
-            RecordFiles(folder, now=now, epoch=host.epoch, **limits),
+            None if folder is None else RecordFiles(folder, now=now, epoch=host.epoch, **limits),
             RecordOrigin(fingerprint.model, place_of(settings.model), fingerprint.tokenizer, version("tokenloom")),
             vocabulary if settings.request_record_text else None,
             count=metrics.recorded,
             fall_backs=host.fall_backs,
             now=now,
         )
-        await recorder.open(folder)
+        if folder is not None:
+            await recorder.open(folder)
         return recorder
+
+    def _verify(self, recorder: "RequestRecorder", placer: Placer, host: Host, metrics: OutputProcessorMetrics) -> None:
+        """Compute a share of the recorded requests again until the service stops."""
+        from .request.verification import Verifier  # here, as above
+
+        # Drawn here: tenants' prompts hit nothing of what is computed again, and no one finds out what that was.
+        salt = host.random.randbytes(_SALT_BYTES)
+        recorder.samples = verifier = Verifier(
+            placer, self._settings.verify, salt, count=metrics.verified, fall_backs=host.fall_backs
+        )
+        self._closing.push_async_callback(_cancelled, host.spawn(verifier.run(), name="verification"))
 
     async def drain(self) -> None:
         await self._draining.aclose()

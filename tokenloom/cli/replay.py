@@ -116,7 +116,7 @@ def _print(result: "Replayed") -> None:
         print(f"{record.id}: equal (outputs: {len(record.outputs)}, tokens: {result.num_tokens})")
     for difference in result.differences:
         print("\n".join(_lines(record, difference)))
-    if result.differences and result.may_follow_threads:
+    if result.differences and result.may_follow_threads and not record.num_threads:
         print(f"{record.id}: sums may follow the number of threads, which is not recorded: try --num-threads 1")
 
 

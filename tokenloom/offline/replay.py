@@ -6,17 +6,26 @@ from importlib.metadata import version
 from random import Random
 from typing import Any, Final, get_args
 
-from google.protobuf.json_format import ParseDict, ParseError
-
 from tokenloom.engine_core.data.config import Dtype
 from tokenloom.engine_core.data.messages import Logprobs
-from tokenloom.gpu_worker.attention.attention_backend import TOKENWISE
-from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.errors import TokenloomError
-from tokenloom.request.request_records import RecordedLogprobs, RecordedOutput, RecordedRequest, from_floats
+from tokenloom.request.request_records import (
+    TOKENWISE,
+    RecordedLogprobs,
+    RecordedOutput,
+    RecordedRequest,
+    from_floats,
+)
 from tokenloom.services.engine.records.core_request import to_core_request
-from tokenloom.services.output_processor.request.requests import params_of_later
 from tokenloom.services.output_processor.request.sample_output import detokenizer_of
+from tokenloom.services.output_processor.request.verification import (
+    compared_outputs,
+    is_cut_short,
+    limit_tokens,
+    params_of_output,
+    params_of_sample,
+    request_of,
+)
 from tokenloom.services.output_processor.text.detokenizer import OutputText
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1.engine_pb2 import AddRequest
@@ -33,8 +42,6 @@ TOLERANCE: Final = 1e-4
 SHOWN: Final = 5
 """Likeliest tokens that are shown where outputs differ."""
 _QUANTIZATIONS = ("int8-dynamic", "int4", "fp8")
-_CUT_SHORT = ("abort", "error")
-"""Ends that nothing but the tokens before them can be compared of."""
 
 Position = Mapping[int, Logprob]
 """Log probabilities at one place by token, the token itself first."""
@@ -86,14 +93,17 @@ class Replayed:
 
     @property
     def may_follow_threads(self) -> bool:
-        """Whether the same engine with another number of threads may draw other tokens. Two engines on two cores have
-        one each, and a replay there has two."""
-        options = options_of(self.record)
-        return options.get("dtype") in ("bfloat16", "float16") and not options.get("batch_invariant", False)
+        """Whether the same engine with another number of threads may draw other tokens."""
+        return _may_follow_threads(options_of(self.record))
+
+
+def _may_follow_threads(options: Mapping[str, Any]) -> bool:
+    return options.get("dtype") in ("bfloat16", "float16") and not options.get("batch_invariant", False)
 
 
 def options_of(record: RecordedRequest) -> dict[str, Any]:
-    """Return the options of an engine that its recorded numerics name, as keywords of ``LLM``."""
+    """Return the options of an engine that its recorded numerics name, as keywords of ``LLM``, and the number of
+    threads if tokens may follow it: two engines on two cores have one each, and a replay there would have two."""
     parts = record.outputs[0].numerics.split("/") if record.outputs else []
     options: dict[str, Any] = {}
     for name, values in (("dtype", get_args(Dtype)), ("quantization", _QUANTIZATIONS)):
@@ -101,6 +111,8 @@ def options_of(record: RecordedRequest) -> dict[str, Any]:
             options[name] = found[0]
     if TOKENWISE in parts:
         options["batch_invariant"] = True
+    if record.num_threads and _may_follow_threads(options):
+        options["num_threads"] = record.num_threads
     return options
 
 
@@ -112,6 +124,7 @@ class Replayer:
         self._engine = LLMEngine(EngineArgs(model, max_logprobs=-1, **options).by_default(disable_log_stats=True))
         self._vocabulary = Vocabulary(self._engine.tokenizer)
         self._fingerprint = self._engine.fingerprint()
+        self._num_threads = self._engine.client.ready.num_threads
         self._release = version("tokenloom")
 
     def close(self) -> None:
@@ -153,6 +166,8 @@ class Replayer:
         ):
             recorded = {getattr(part, name) for part in parts} - {"", here}
             notes += [_unlike(name, each, here) for each in sorted(recorded)]
+        if record.num_threads not in (0, self._num_threads) and _may_follow_threads(options_of(record)):
+            notes.append(f"threads: recorded {record.num_threads}, here {self._num_threads}")
         if any(output.is_mixed for output in record.outputs):
             notes.append("numerics: engines that compute in different ways have computed this request")
         return notes
@@ -160,24 +175,11 @@ class Replayer:
     def _request(self, record: RecordedRequest, number: int) -> OfflineRequest:
         """Return a request that computes a record again. Raises ``ValueError`` and ``InvalidArgument`` that say why it
         cannot be."""
-        if record.left_out:
-            raise ValueError(f"{' and '.join(record.left_out)} are not recorded")
-        if any(len(output.weights) > 1 for output in record.outputs):
-            raise ValueError("its weights were replaced while it ran (a pause in the mode keep)")
-        submit = _submit_of(record)
-        params = submit.sampling_params
-        if not params.HasField("seed") and (params.temperature or not params.HasField("temperature")):
-            raise ValueError("it has no seed, by which its tokens were drawn")
-        outputs = _compared(record)
-        if not outputs:
-            raise ValueError("it has generated no token")
-        samples = []
-        for output in outputs:
-            params = _params_of(submit, output.index)
-            # The engine's context may have ended it, which is another one here.
-            if _is_cut_short(record, output) or output.finish_reason == "length":
-                _limit(params, len(output.token_ids))
-            samples.append(self._sample(submit, params, output.index, number))
+        submit = request_of(record)
+        samples = [
+            self._sample(submit, params_of_output(submit, record, output), output.index, number)
+            for output in compared_outputs(record)
+        ]
         return OfflineRequest(record.id, None, samples)
 
     def _sample(self, submit: Submit, params: SamplingParams, index: int, number: int) -> OfflineSample:
@@ -190,7 +192,7 @@ class Replayer:
     def _compare(self, result: Replayed, request: OfflineRequest) -> None:
         record, prompt_logprobs = result.record, request.output.prompt_logprobs
         numerics = self._fingerprint.numerics
-        for output, sample in zip(_compared(record), request.samples, strict=True):
+        for output, sample in zip(compared_outputs(record), request.samples, strict=True):
             is_exact = TOKENWISE in numerics.split("/") and output.numerics == numerics and not output.is_mixed
             comparison = RecordComparison(record, output, 0.0 if is_exact else TOLERANCE)
             result.num_tokens += len(output.token_ids)
@@ -201,10 +203,10 @@ class Replayer:
         """Return a difference with the likeliest tokens of the replay: up to there, both have the same tokens."""
         if difference.token is None:
             return difference
-        submit = _submit_of(record)
-        params = _params_of(submit, difference.index)
+        submit = request_of(record)
+        params = params_of_sample(submit, difference.index)
         params.logprobs = max(params.logprobs, SHOWN)
-        _limit(params, difference.token + 1)
+        limit_tokens(params, difference.token + 1)
         sample = self._sample(submit, params, difference.index, 0)
         self._engine.loop.run([OfflineRequest(record.id, None, [sample])], False)
         found = sample.completion.logprobs or []
@@ -241,7 +243,7 @@ class RecordComparison:
 
     def _of_ends(self, completion: CompletionOutput) -> OutputDifference | None:
         output = self._output
-        if _is_cut_short(self._record, output):
+        if is_cut_short(self._record, output):
             return None
         stop_reason = "" if completion.stop_reason is None else str(completion.stop_reason)
         for what, recorded, replayed in (
@@ -287,44 +289,6 @@ class RecordComparison:
             return True
         pairs = [(theirs[token].logprob, ours[token].logprob) for token in theirs.keys() & ours.keys()]
         return any(one != other and not abs(one - other) <= self._tolerance for one, other in pairs)
-
-
-def _compared(record: RecordedRequest) -> list[RecordedOutput]:
-    """Return the outputs that have tokens to compare."""
-    return [output for output in record.outputs if output.token_ids]
-
-
-def _is_cut_short(record: RecordedRequest, output: RecordedOutput) -> bool:
-    return record.is_half or output.finish_reason in _CUT_SHORT
-
-
-def _submit_of(record: RecordedRequest) -> Submit:
-    """Return the request as the output processor had it. Raises ``ValueError``."""
-    submit = Submit(request_id=record.id)
-    prompt = submit.prompt
-    prompt.token_ids.extend(record.prompt)
-    prompt.reasoning_start = record.reasoning_start  # type: ignore[assignment]
-    prompt.adapter = bytes.fromhex(record.adapter)
-    prompt.cache_salt = adapter_salt(b"", prompt.adapter)
-    try:
-        ParseDict(record.sampling_params, submit.sampling_params)
-        ParseDict(record.text_options, submit.text)
-    except ParseError as error:
-        raise ValueError(f"its parameters are not those of this release: {error}") from None
-    return submit
-
-
-def _params_of(submit: Submit, index: int) -> SamplingParams:
-    """Return a copy of the parameters of a sample."""
-    params = SamplingParams()
-    params.CopyFrom(params_of_later(submit, index) if index else submit.sampling_params)
-    return params
-
-
-def _limit(params: SamplingParams, num_tokens: int) -> None:
-    """Let an output end after so many tokens, if it has not ended before."""
-    params.max_tokens = num_tokens
-    params.min_tokens = min(params.min_tokens, num_tokens)
 
 
 def _unlike(name: str, recorded: str, ours: str) -> str:

@@ -8,7 +8,7 @@ it. Metrics, ``tokenloom ps`` and ``/health`` show it until it ends. Cores and w
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Final, NamedTuple
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ KINDS: Final[Mapping[str, str]] = {
     # Seen by output processors.
     "unrecorded": "Requests that end are not recorded: the folder of --request-record-dir takes too few or none.",
     "last_snapshot": "The coordinator does not answer: requests are placed by its last snapshot.",
+    "unverified": "Requests are not computed again (--verify): no other engine that computes alike has time for them.",
+    "unsettled_tokens": "Engines compute other tokens for one request, and it is not known which is wrong: all serve.",
     # Seen by output processors and gateways.
     "wrong_peer": "A part sent invalid messages: it gets no requests that another one can run.",
     # Seen by gateways.
@@ -41,6 +43,7 @@ KINDS: Final[Mapping[str, str]] = {
     "not_in_state": "An engine has not reached the state that operators want: it gets no requests and tries again.",
     # Seen by engines when they end, and kept by the coordinator for an hour.
     "damaged_weights": "An engine's weights changed in memory by themselves: it ended, and the next reads them anew.",
+    "wrong_tokens": "An engine computed other tokens than others (--verify): it ended, and the next one begins anew.",
     # Seen by engines, and reported by their cores and workers.
     "no_reasoning": "The tokenizer cannot write the marks of reasoning: it is not distinguished from answers.",
     "kv_recomputed": "KV blocks of another engine could not be read: the prompt was computed here.",
@@ -54,8 +57,8 @@ KINDS: Final[Mapping[str, str]] = {
     "no_shared_memory": "There is no shared memory: arrays go over sockets, or a step that hangs is noticed late.",
     "unpinned_memory": "KV is copied through memory that is not pinned, or not between GPUs directly, at less speed.",
     "no_constraints": "Outputs cannot be constrained: the model's tokenizer cannot be saved.",
-    "offload_file": "The offload file cannot be written or read: its blocks are computed again.",
-    "kv_store": "The store of KV blocks does not answer: prompts are computed, and it is tried again after a while.",
+    "offload_file": "The offload file cannot be written or read, or changes bytes: its blocks are computed again.",
+    "kv_store": "The store of KV blocks does not answer or changes bytes: prompts are computed, and it is tried again.",
 }
 """What each fall-back means, by its name, which metrics and messages carry."""
 
@@ -163,10 +166,10 @@ class FallBacks:
         log.info("fall-back %s has ended", f"{kind} of {subject}" if subject else kind)
         self._changed()
 
-    def forget(self, subject: str, *, but: str = "") -> None:
-        """End all of a subject, which is gone. ``but``: a kind that stays; empty: none."""
+    def forget(self, subject: str, *, but: Container[str] = ()) -> None:
+        """End all of a subject, which is gone. ``but``: kinds that stay."""
         for kind in list(self.of(subject)):
-            if kind != but:
+            if kind not in but:
                 self.end(kind, subject)
 
     def _changed(self) -> None:

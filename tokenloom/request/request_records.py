@@ -48,6 +48,12 @@ class RecordedLeg(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one engine was given to compute of an output."""
 
     engine: str
+    epoch: int = 0
+    """Its incarnation; 0: not recorded, as the next two by older releases."""
+    num_threads: int = 0
+    """Threads of each of its workers on a CPU; 0: it computed elsewhere, or is of an older release."""
+    draws_by_drafts: bool = False
+    """Whether its drafts change what is drawn for requests that are not greedy."""
     kind: str
     """``whole``; or ``prefill`` and ``decode`` where two engines share the request."""
     start: int = 0
@@ -121,6 +127,29 @@ class RecordedRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     left_out: list[str] = []
     """What else decides its tokens and is not recorded, for example images."""
     outputs: list[RecordedOutput]
+
+    @property
+    def num_threads(self) -> int:
+        """Threads with which each worker computed; 0: they are not recorded, or its engines had different ones."""
+        found = {leg.num_threads for output in self.outputs for leg in output.legs}
+        return found.pop() if len(found) == 1 else 0
+
+
+TOKENWISE: Final = "tokenwise"
+"""The part of the numerics of batch-invariant engines."""
+_INPUT_ROUNDINGS = frozenset({"by-row", "by-group", "no-kernels"})
+_ROUNDED_KV = ("int8", "fp8")
+
+
+def repeats_exactly(numerics: str, kv_layout: str) -> bool:
+    """Return whether engines that compute so compute the same tokens again whatever runs beside a request: in float32,
+    and batch-invariant in every dtype. Rounded inputs or keys make of the last bits of sums another token now and
+    then."""
+    parts = numerics.split("/")
+    if parts[0] == "hash" or TOKENWISE in parts:
+        return True
+    is_rounded = not _INPUT_ROUNDINGS.isdisjoint(parts) or any(name in kv_layout for name in _ROUNDED_KV)
+    return "float32" in parts and not is_rounded
 
 
 class DamagedLine(NamedTuple):

@@ -39,7 +39,7 @@ PLACEMENT_RULE_COST: PlacementRule
 PLACEMENT_RULE_PLUGIN: PlacementRule
 
 class EngineIdentity(_message.Message):
-    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks", "publishes_kv_events", "data_parallel_rank", "parallel_config_hash", "computes_in_waves", "data_parallel_group", "weight_bytes", "num_state_slots", "state_boundary", "plugins", "kv_store")
+    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks", "publishes_kv_events", "data_parallel_rank", "parallel_config_hash", "computes_in_waves", "data_parallel_group", "weight_bytes", "num_state_slots", "state_boundary", "plugins", "kv_store", "num_threads", "draws_by_drafts")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class EngineIdentity(_message.Message):
     STATE_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     PLUGINS_FIELD_NUMBER: _ClassVar[int]
     KV_STORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    DRAWS_BY_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     address: str
@@ -76,7 +78,9 @@ class EngineIdentity(_message.Message):
     state_boundary: int
     plugins: _containers.RepeatedScalarFieldContainer[str]
     kv_store: bytes
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., parallel_config_hash: _Optional[bytes] = ..., computes_in_waves: _Optional[bool] = ..., data_parallel_group: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_boundary: _Optional[int] = ..., plugins: _Optional[_Iterable[str]] = ..., kv_store: _Optional[bytes] = ...) -> None: ...
+    num_threads: int
+    draws_by_drafts: bool
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., parallel_config_hash: _Optional[bytes] = ..., computes_in_waves: _Optional[bool] = ..., data_parallel_group: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_boundary: _Optional[int] = ..., plugins: _Optional[_Iterable[str]] = ..., kv_store: _Optional[bytes] = ..., num_threads: _Optional[int] = ..., draws_by_drafts: _Optional[bool] = ...) -> None: ...
 
 class EngineReport(_message.Message):
     __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens", "start_wave", "wave_complete", "group_size", "fall_backs", "join", "progress", "short_of_blocks")

@@ -35,7 +35,7 @@ WAKE_TAG_KV_CACHE: WakeTag
 WAKE_TAG_SCHEDULING: WakeTag
 
 class EngineInput(_message.Message):
-    __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit", "accept", "keep_slots")
+    __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit", "accept", "keep_slots", "quarantine")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     STOP_AT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class EngineInput(_message.Message):
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     KEEP_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     add: _containers.RepeatedCompositeFieldContainer[AddRequest]
     stop_at: _containers.RepeatedCompositeFieldContainer[StopAt]
@@ -50,7 +51,16 @@ class EngineInput(_message.Message):
     credit: int
     accept: _containers.RepeatedCompositeFieldContainer[AcceptTokens]
     keep_slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., accept: _Optional[_Iterable[_Union[AcceptTokens, _Mapping]]] = ..., keep_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    quarantine: Quarantine
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., accept: _Optional[_Iterable[_Union[AcceptTokens, _Mapping]]] = ..., keep_slots: _Optional[_Iterable[int]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ...) -> None: ...
+
+class Quarantine(_message.Message):
+    __slots__ = ("engine_epoch", "reason")
+    ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    engine_epoch: int
+    reason: str
+    def __init__(self, engine_epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AddRequest(_message.Message):
     __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "pooling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers", "awaits_tokens", "tenant", "session")

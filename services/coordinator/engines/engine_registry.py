@@ -140,9 +140,9 @@ class Registry:
         return self._epoch
 
     @property
-    def num_damaged(self) -> int:
-        """How often an engine has ended because its weights were damaged."""
-        return self._signs.num_damaged
+    def num_ended(self) -> Mapping[str, int]:
+        """How often an engine has ended for each of :data:`.engine_signs.ENDINGS`."""
+        return self._signs.num_ended
 
     @property
     def is_complete(self) -> bool:

@@ -15,9 +15,11 @@ from .engine_record import EngineRecord
 LOST_PICKS = 3
 """So many picks in a row that never arrived at an engine mean that it is not reached; one or two are those of an output
 processor that died, or of requests that were cancelled."""
-DAMAGED = "damaged_weights"
+DAMAGED, WRONG = "damaged_weights", "wrong_tokens"
+ENDINGS = DAMAGED, WRONG
+"""Why engines end whose memory is not to be trusted."""
 DAMAGED_SECONDS = 3600.0
-"""How long damaged weights are shown. The engine itself ends at once, and the next one of its name knows nothing."""
+"""How long that is shown. The engine itself ends at once, and the next one of its name knows nothing."""
 _SERVING = EngineState.ENGINE_STATE_SERVING
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 _PARTNERS = {_PREFILL: (_DECODE, _BOTH), _DECODE: (_PREFILL, _BOTH)}
@@ -29,33 +31,33 @@ class EngineSigns:
     """Keeps the fall-backs that only the coordinator can see, whose subjects are engines.
 
     Attributes:
-        num_damaged: How often an engine has ended because its weights were damaged.
+        num_ended: How often an engine has ended for each of :data:`ENDINGS`.
     """
 
     def __init__(self, fall_backs: FallBacks) -> None:
-        self.num_damaged = 0
+        self.num_ended = dict.fromkeys(ENDINGS, 0)
         self._fall_backs = fall_backs
-        self._damaged: dict[str, float] = {}  # until when that is shown, by engine; bounded by those of the last hour
+        self._ended: dict[tuple[str, str], float] = {}  # until when it is shown: kind, engine; those of the last hour
 
     def reported(self, name: str, before: EngineReport, report: EngineReport, now: float) -> None:
         """Note what an engine reports that it does without, and had not reported ``before``."""
         for each in report.fall_backs:
-            if each.kind == DAMAGED and all(known.kind != DAMAGED for known in before.fall_backs):
-                self.num_damaged += 1
-                self._damaged[name] = now + DAMAGED_SECONDS
-                self._put(DAMAGED, name, each.detail)
+            if each.kind in ENDINGS and all(known.kind != each.kind for known in before.fall_backs):
+                self.num_ended[each.kind] += 1
+                self._ended[each.kind, name] = now + DAMAGED_SECONDS
+                self._put(each.kind, name, each.detail)
 
     def forget(self, name: str) -> None:
-        """Forget an engine that has left, or whose name another one has, but not that its weights were damaged."""
-        self._fall_backs.forget(name, but=DAMAGED)
+        """Forget an engine that has left, or whose name another one has, but not why it was not to be trusted."""
+        self._fall_backs.forget(name, but=ENDINGS)
 
     def refresh(self, now: float) -> list[str]:
         """Forget what was shown for long enough. Returns the names of those of which something else is known."""
-        ended = [name for name, until in self._damaged.items() if until <= now] if self._damaged else []
-        for name in ended:
-            del self._damaged[name]
-            self._fall_backs.end(DAMAGED, name)
-        return ended
+        ended = [each for each, until in self._ended.items() if until <= now] if self._ended else []
+        for kind, name in ended:
+            del self._ended[kind, name]
+            self._fall_backs.end(kind, name)
+        return [name for _, name in ended]
 
     def look(self, records: Iterable[EngineRecord]) -> list[str]:
         """Look for engines without partners. To be called when engines joined, left or changed their state or role.

@@ -144,6 +144,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         "Before the KV blocks run out, let the request that would be preempted first go on with its KV at an engine "
         "that has room. One that has not left in time is preempted and computed again. Needs --kv-transports.",
     ] = False
+    verify: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        "Share of the requests that output processors let another engine compute again, their --verify. With more than "
+        "0 this engine ends when they find its tokens wrong.",
+    ] = 0.0
     max_waiting: Annotated[
         Count,
         "Requests that may wait in addition to those in the batch, a bound of the engine's memory: the gateways' "

@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.kv_config import StorePlace, store_place
 from tokenloom.model_files import checkpoint
 from tokenloom.model_files.checkpoint import Stamp
 from tokenloom.process.plugins import described
-from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.peers.hello import QUARANTINE, make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from .engine_settings import EngineSettings
@@ -30,6 +30,8 @@ class Identity:
         fingerprint: Identifies the model and its numerics; ``weights`` changes when weights are reloaded.
         limits: Limits of the requests that the engine accepts.
         facts: What only the coordinator has to know.
+        epoch: Its incarnation.
+        can_be_quarantined: Whether it ends when an output processor finds that its tokens are wrong.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class Identity:
         )
         self._plugins = described(settings.plugins)
         self._engine_id = settings.instance_id
-        self._epoch = epoch
+        self.epoch = epoch
+        self.can_be_quarantined = settings.verify > 0
         self._addresses = address, kv_address
         self._weight_bytes = weight_bytes
         cache = settings.engine.cache
@@ -93,14 +96,15 @@ class Identity:
 
     def hello(self) -> types_pb2.Hello:
         """Return the first message to a peer."""
-        return make_hello(self._engine_id, self._epoch, fingerprint=self.fingerprint)
+        features = (QUARANTINE,) if self.can_be_quarantined else ()
+        return make_hello(self._engine_id, self.epoch, fingerprint=self.fingerprint, features=features)
 
     def registration(self) -> coordinator_pb2.EngineIdentity:
         """Return the engine's entry for the coordinator's registry."""
         address, kv_address = self._addresses
         return coordinator_pb2.EngineIdentity(
             engine_id=self._engine_id,
-            epoch=self._epoch,
+            epoch=self.epoch,
             address=address,
             kv_address=kv_address,
             host=socket.gethostname(),
@@ -117,7 +121,13 @@ class Identity:
             state_boundary=self._ready.state_boundary,
             plugins=self._plugins,
             kv_store=self.kv_store,
+            num_threads=self._ready.num_threads,
+            draws_by_drafts=_draws_by_drafts(self._engine),
         )
+
+
+def _draws_by_drafts(config: EngineConfig) -> bool:
+    return config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic"
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -288,6 +288,10 @@ def _failure(output: EngineCoreOutput) -> errors.TokenloomError:
     return _ERRORS[output.error_kind](message)
 
 
+def _ignore(_: object) -> None:
+    """Do nothing."""
+
+
 ADDS_PER_TURN = 16
 """So many requests of a message are added before the event loop serves those that run."""
 
@@ -328,6 +332,8 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
             lease_seconds=lease_seconds,
         )
         self._attempts.may_move = owner is not None and LIVE_MOVES in peer.features
+        self.on_quarantine: Callable[[engine_pb2.Quarantine], object] = _ignore
+        """Called when a peer says that the engine computes wrong tokens."""
         self._pace = FramePace(frame_interval, self._changed.set, self._loop)
 
     async def run(
@@ -378,6 +384,8 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
             await self._accept(accept)
         if message.stop_at or message.abort_slots:
             self._end(message)
+        if message.HasField("quarantine"):
+            self.on_quarantine(message.quarantine)
         moving = (self._attempts.live.get(slot) for slot in message.keep_slots)
         kept = [attempt for attempt in moving if attempt is not None and attempt.kv.target is not None]
         # At once: the core answers one call in a step, and those that came last would have left before their turn.

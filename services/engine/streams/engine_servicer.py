@@ -15,9 +15,16 @@ from ..records.identity import Identity
 from ..records.load import LoadTracker
 from .connect_stream import ConnectStream, Context
 
+_MOST_REASON = 500
+"""Characters of a peer's reason, which logs and the coordinator show."""
+
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
-    """Owns the streams of all peers."""
+    """Owns the streams of all peers.
+
+    Attributes:
+        quarantine: Set once, to why a peer believes that the engine computes wrong tokens.
+    """
 
     def __init__(
         self,
@@ -37,6 +44,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._kv = kv
         self._random = random
         self._frame_interval = frame_interval
+        self.quarantine: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stream_ids = itertools.count(1)
         self._streams: dict[ConnectStream, asyncio.Event] = {}  # each event is set when the stream has ended
 
@@ -56,12 +64,19 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             self._kv,
             frame_interval=self._frame_interval,
         )
+        stream.on_quarantine = self._quarantined
         ended = self._streams[stream] = asyncio.Event()
         try:
             await stream.run(first, request_iterator, context, hello)
         finally:
             del self._streams[stream]
             ended.set()
+
+    def _quarantined(self, said: engine_pb2.Quarantine) -> None:
+        identity = self._identity
+        # A message that was damaged, or is of a peer that sends anything, must not end an engine.
+        if identity.can_be_quarantined and said.engine_epoch == identity.epoch and not self.quarantine.done():
+            self.quarantine.set_result(said.reason[:_MOST_REASON])
 
     def fail_live(self, error: TokenloomError) -> None:
         """End every live request with ``error``."""

@@ -13,7 +13,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, logprob_columns, packed_ids
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.hello import LIVE_MOVES, PACKED_IDS, check_hello
+from tokenloom.services.runtime.peers.hello import LIVE_MOVES, PACKED_IDS, QUARANTINE, check_hello
 from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.streams.slotted_stream import (
@@ -34,6 +34,7 @@ from tokenloom.v1.engine_pb2 import (
     KVGrant,
     KVSource,
     PickId,
+    Quarantine,
     SessionTurn,
     SlotLogprobs,
 )
@@ -160,6 +161,8 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self._takes_packed_ids = False
         self.moves_requests = False
         """Whether running requests can move to this engine."""
+        self.can_be_quarantined = False
+        """Whether :meth:`quarantine` has an effect: on an engine whose options say that requests are verified."""
 
     @property
     def idle_seconds(self) -> float:
@@ -216,6 +219,10 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         if attempt.slot in self.slots:
             self._message().keep_slots.append(attempt.slot)
 
+    def quarantine(self, reason: str) -> None:
+        """Let the engine end, because it computes wrong tokens. Its requests go on at other engines."""
+        self._message().quarantine.CopyFrom(Quarantine(engine_epoch=self.key.epoch, reason=reason))
+
     def drop_kv(self, attempt: EngineAttempt) -> None:
         """Release the KV that a finished prefill left. This has no effect once another engine reads it."""
         self._message().abort_slots.append(attempt.slot)
@@ -242,6 +249,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
             self.serves = frame.hello.fingerprint
         self._takes_packed_ids = PACKED_IDS in frame.hello.features
         self.moves_requests = LIVE_MOVES in frame.hello.features
+        self.can_be_quarantined = QUARANTINE in frame.hello.features
         self.is_open = True
         self._opened.set()
 

@@ -20,6 +20,7 @@ from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
+    EngineIdentity,
     EngineState,
     PickRequest,
     PickResponse,
@@ -147,6 +148,34 @@ class LastSnapshot:
                 return PickResponse(engine=entry.identity, whole_request=True)
         raise errors.Unavailable(f"No engine {engine_id} serves what this request needs.")
 
+    def quiet(
+        self, request: PickRequest, exclude: Collection[EngineKey], only: EngineKey | None = None
+    ) -> EngineIdentity | None:
+        """Return the engine with the fewest requests of those that compute exactly as the request names, on which none
+        waits and half of the seats are free; None: there is none. ``only``: the one engine that may be it."""
+        self._look()
+        entries = [self._entries[row] for row in self._candidates(request, exclude).tolist()]
+        numerics = request.fingerprint.numerics
+        found = [
+            each
+            for each in entries
+            if each.identity.fingerprint.numerics == numerics
+            and only in (None, _key(each))
+            and not _is_crowded(each)
+            and 2 * each.report.running <= max(each.report.seats, 1)
+        ]
+        best = min(found, key=lambda each: (each.report.running, each.identity.engine_id), default=None)
+        return None if best is None else best.identity
+
+    def is_crowded(self, key: EngineKey) -> bool:
+        """Return whether requests wait on an engine."""
+        self._look()
+        return any(_key(entry) == key and _is_crowded(entry) for entry in self._entries)
+
+    def identity(self, key: EngineKey) -> EngineIdentity | None:
+        """Return an incarnation of an engine; None: it is not in the snapshot."""
+        return next((entry.identity for entry in self._entries if _key(entry) == key), None)
+
     def _preferred(self, rows: Rows, request: PickRequest) -> Rows:
         """Return the engine that a request prefers, if it is among ``rows`` and computes whole requests."""
         if request.query_id:
@@ -260,6 +289,10 @@ def _has_adapter(entry: EngineEntry, digest: bytes) -> bool:
 
 def _is_serving(entry: EngineEntry) -> bool:
     return entry.report.state == EngineState.ENGINE_STATE_SERVING
+
+
+def _is_crowded(entry: EngineEntry) -> bool:
+    return bool(entry.waiting or entry.report.waiting)
 
 
 def _only(entries: Sequence[EngineEntry]) -> EngineKey | None:

@@ -287,6 +287,41 @@ class Placer:
             raise
         return EngineAttempt(link, is_counted=True)
 
+    async def place_quiet(
+        self, submit: Submit, pool: Fingerprint, exclude: Collection[EngineKey], only: EngineKey | None = None
+    ) -> EngineAttempt | None:
+        """Find an engine with time to spare that computes exactly as ``pool`` says, without the coordinator: what runs
+        there is no request of a client. The attempt is not sent yet. None: there is none now.
+
+        ``only``: the one engine that may be it.
+        """
+        request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, pool, None)
+        if (identity := self._snapshot.quiet(request, exclude, only)) is None:
+            return None
+        try:
+            link = await self._links.get(identity)
+        except errors.Unavailable:
+            return None
+        serves = link.serves
+        return EngineAttempt(link) if (serves.weights, serves.numerics) == (pool.weights, pool.numerics) else None
+
+    def is_crowded(self, key: EngineKey) -> bool:
+        """Return whether requests wait on an engine, as far as the last snapshot knows."""
+        return self._snapshot.is_crowded(key)
+
+    async def quarantine(self, key: EngineKey, reason: str) -> bool:
+        """Let an incarnation of an engine end, because it computes wrong tokens. Returns False if its options do not
+        let it end. One that has left, or cannot be reached, has ended or gets no requests."""
+        if (identity := self._snapshot.identity(key)) is None:
+            return True
+        try:
+            link = await self._links.get(identity)
+        except errors.Unavailable:
+            return True
+        if link.can_be_quarantined:
+            link.quarantine(reason)
+        return link.can_be_quarantined
+
     def check(self, link: EngineLink, found: Callable[[bool], None]) -> None:
         """Find out whether the engine of a link that has ended still runs; :meth:`EngineLinks.check`."""
         self._links.check(link, found)

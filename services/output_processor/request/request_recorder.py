@@ -1,4 +1,5 @@
-"""Records the requests that have ended, for `tokenloom replay`. Nothing waits for the disk but the records."""
+"""Records the requests that have ended, for `tokenloom replay` and `--verify`. Nothing waits for the disk but the
+records."""
 
 import asyncio
 import logging
@@ -6,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 
@@ -77,12 +78,38 @@ class EndedRequest(NamedTuple):
     num_bytes: int
 
 
+class _Written(NamedTuple):
+    """What has become of records.
+
+    Attributes:
+        refusal: Why the disk refused one; empty: it refused none.
+        sampled: Those that are to be computed again.
+    """
+
+    refusal: str
+    sampled: list[RecordedRequest]
+
+
+class RecordSamples(Protocol):
+    """Uses the records of a share of the requests."""
+
+    def wants(self, request_id: str) -> bool:
+        """Return whether a request is one of them. Thread-safe."""
+
+    def offer(self, record: RecordedRequest) -> None:
+        """Take a record."""
+
+
 class RequestRecorder:
-    """Takes the requests that end, in the event loop, and writes their records in a thread of its own."""
+    """Takes the requests that end, in the event loop, and writes their records in a thread of its own.
+
+    Attributes:
+        samples: Gets the records of a share of the requests; None: nothing does.
+    """
 
     def __init__(
         self,
-        files: RecordFiles,
+        files: RecordFiles | None,
         origin: RecordOrigin,
         vocabulary: Vocabulary | None,
         *,
@@ -91,11 +118,13 @@ class RequestRecorder:
         now: Callable[[], int],
     ) -> None:
         """Args:
+        files: None: no record is kept.
         vocabulary: Makes the texts of prompts; None: records hold no texts.
         count: Called for each request that ends, with whether it is recorded.
         fall_backs: Show that requests are not recorded.
         now: Returns milliseconds since 1970.
         """
+        self.samples: RecordSamples | None = None
         self._files = files
         self._origin = origin
         self._vocabulary = vocabulary
@@ -106,7 +135,7 @@ class RequestRecorder:
         self._room = AdmissionLimit(MOST_LOGPROB_BYTES)
         self._waiting: list[EndedRequest] = []
         self._num_bytes = 0  # of those that wait or are being written
-        self._writing: asyncio.Future[str] | None = None
+        self._writing: asyncio.Future[_Written] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._dropped_at = 0.0  # the last time, by the event loop
@@ -114,6 +143,7 @@ class RequestRecorder:
 
     async def open(self, folder: Path) -> None:
         """Make the files' folder. Raises ``InvalidArgument`` if it cannot be used."""
+        assert self._files is not None, "without files there is no folder"
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._files.open)
         except OSError as error:
@@ -124,6 +154,10 @@ class RequestRecorder:
                 "request_record_dir",
             ) from None
         self._expire_later()
+
+    def takes(self, submit: Submit) -> bool:
+        """Return whether a request that begins is to be recorded, or computed again."""
+        return self._files is not None or (self.samples is not None and self.samples.wants(submit.request_id))
 
     def trail(self) -> OutputTrail:
         """Return what a sample that begins leaves for its record."""
@@ -164,7 +198,7 @@ class RequestRecorder:
         for each in self._waiting:
             self._drop(each.outputs)
         self._waiting.clear()
-        if self._writing is None:
+        if self._writing is None and self._files is not None:
             try:
                 await loop.run_in_executor(self._thread, self._files.close)
             except OSError as error:  # of lines that were counted as written: a server took them, and not its disk
@@ -173,8 +207,10 @@ class RequestRecorder:
 
     def _drop(self, outputs: Iterable[SampleOutput]) -> None:
         """Record nothing of a request, for which there is no room or no time."""
-        self._count(False)
         _close(outputs)
+        if self._files is None:
+            return
+        self._count(False)
         if not self._is_closed:
             self._fall_back("the disk is slower than the requests")
 
@@ -187,42 +223,50 @@ class RequestRecorder:
         self._writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, ended)
         self._writing.add_done_callback(lambda done: self._written(ended, done))
 
-    def _written(self, ended: Sequence[EndedRequest], done: "asyncio.Future[str]") -> None:
+    def _written(self, ended: Sequence[EndedRequest], done: "asyncio.Future[_Written]") -> None:
         self._writing = None
         for each in ended:
             self._num_bytes -= each.num_bytes
             _close(each.outputs)
         if done.cancelled():  # the loop ends
             return
-        if reason := done.result():
-            self._fall_back(reason)
+        written = done.result()
+        if self.samples is not None:
+            for record in written.sampled:
+                self.samples.offer(record)
+        if written.refusal:
+            self._fall_back(written.refusal)
         elif asyncio.get_running_loop().time() - self._dropped_at >= CALM_SECONDS:
             self._fall_backs.end(_FALL_BACK)
         if self._waiting:
             self._write_waiting()
 
-    def _write(self, ended: Iterable[EndedRequest]) -> str:
-        """Write the records of requests, in the thread. Returns why the disk refused one; empty: it refused none."""
-        refusal = ""
+    def _write(self, ended: Iterable[EndedRequest]) -> _Written:
+        """Write the records of requests, in the thread."""
+        refusal, sampled = "", list[RecordedRequest]()
         for each in ended:
             is_written = False
             try:
-                is_written = self._write_one(each)
+                record = record_of(each, self._origin, self._vocabulary)
+                if self.samples is not None and self.samples.wants(record.id):
+                    sampled.append(record)
+                is_written = self._files is not None and self._write_one(self._files, record)
             except OSError as error:
                 refusal = f"{error.strerror or error}"
             except Exception as error:  # a fault of one record never ends those of others
                 self._log_once("fault", "a request cannot be recorded, and others like it are not: %r", error)
-            self._count(is_written)
-        return refusal
+            if self._files is not None:
+                self._count(is_written)
+        return _Written(refusal, sampled)
 
-    def _write_one(self, ended: EndedRequest) -> bool:
+    def _write_one(self, files: RecordFiles, record: RecordedRequest) -> bool:
         """Write a record, unless it is too large. Raises ``OSError``."""
-        line = sealed(record_of(ended, self._origin, self._vocabulary))
-        if len(line) <= self._files.largest_record:
-            self._files.write(line)
+        line = sealed(record)
+        if len(line) <= files.largest_record:
+            files.write(line)
             return True
         text = "a record of %d bytes is not written, nor are others of more than %d, half of --request-record-bytes"
-        self._log_once("large", text, len(line), self._files.largest_record)
+        self._log_once("large", text, len(line), files.largest_record)
         return False
 
     def _log_once(self, reason: str, message: str, *values: object) -> None:
@@ -234,7 +278,8 @@ class RequestRecorder:
         self._timer = asyncio.get_running_loop().call_later(EXPIRY_SECONDS, self._expire)
 
     def _expire(self) -> None:
-        self._thread.submit(self._files.expire)
+        if self._files is not None:
+            self._thread.submit(self._files.expire)
         self._expire_later()
 
 
@@ -313,9 +358,12 @@ def _reason_name(reason: FinishReason) -> str:
 
 
 def _leg_of(leg: Leg) -> RecordedLeg:
-    serves = leg.serves
+    serves, engine = leg.serves, leg.engine
     return RecordedLeg(
-        engine=leg.engine_id,
+        engine=engine.engine_id,
+        epoch=engine.epoch,
+        num_threads=engine.num_threads,
+        draws_by_drafts=engine.draws_by_drafts,
         kind=leg.kind,
         start=leg.start,
         weights=serves.weights.hex(),

@@ -293,7 +293,7 @@ class RequestStages:
     def _leg(self, attempt: EngineAttempt, start: int, *, hold_kv: bool) -> Leg:
         """Return what an attempt, which was sent, computes."""
         kind = "decode" if attempt is self._decode else "prefill" if hold_kv else "whole"
-        return Leg(attempt.link.identity.engine_id, attempt.slot, kind, start, attempt.link.serves)
+        return Leg(attempt.link.identity, attempt.slot, kind, start, attempt.link.serves)
 
     def _settle(self, attempt: EngineAttempt) -> None:
         if self._on_settled is not None:

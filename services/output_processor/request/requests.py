@@ -440,6 +440,7 @@ class Requests:
         self._placer.budget.add_request()
         count = submit.num_samples or 1
         journals = _journals(submit, count) if submit.journals else {}
+        recorder = self.recorder if self.recorder is not None and self.recorder.takes(submit) else None
         words, ends, clock = self._vocabulary, self._eos_token_ids, self._clock
         samples: list[SampleOutput] = []
         ended: list[SampleOutput] = []
@@ -456,7 +457,7 @@ class Requests:
                     *(submit, words, ends, outbox, clock),
                     sample_index=index,
                     journal=journal,
-                    trail=None if self.recorder is None else self.recorder.trail(),
+                    trail=None if recorder is None else recorder.trail(),
                 )
                 samples.append(sample)
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
@@ -470,8 +471,8 @@ class Requests:
             if submit.fingerprint:
                 group.on_over = self.kept.ended
                 self.kept.add(group)
-            if self.recorder is not None:
-                group.on_over = self.recorder.follow(submit, samples, group.on_over)
+            if recorder is not None:
+                group.on_over = recorder.follow(submit, samples, group.on_over)
             if self.bill is not None:
                 for sample in samples:
                     sample.account = self.bill.open(submit.tenant, sample.work)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -10,8 +10,13 @@ from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.telemetry import fast_metrics
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS, show_token_cost
 from tokenloom.services.runtime.telemetry.tracing import Span, Tracer, pick_headers
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import Fingerprint, FinishReason
+
+Outcome: TypeAlias = Literal["equal", "different", "dropped", "unfit"]
+"""What has become of a request that was to be computed again. ``unfit``: no other engine is sure to compute the same
+tokens; ``dropped``: none had time."""
 
 
 class OutputProcessorMetrics:
@@ -43,6 +48,13 @@ class OutputProcessorMetrics:
             registry=registry,
         )
         self._records = {True: records.labels("written"), False: records.labels("dropped")}
+        verified = Counter(
+            name + "verified_requests",
+            "Requests that ended and were sampled to be computed again (--verify), by what came of it.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._verified = {each: verified.labels(each) for each in get_args(Outcome)}
         self._moves = Counter(
             name + "moves", "How often outputs went on at another engine, with their KV.", registry=registry
         )
@@ -60,6 +72,10 @@ class OutputProcessorMetrics:
     def recorded(self, is_written: bool) -> None:
         """Count a request that ended where requests are recorded; from any thread."""
         self._records[is_written].inc()
+
+    def verified(self, outcome: Outcome) -> None:
+        """Count a request that was to be computed again."""
+        self._verified[outcome].inc()
 
     def ended(self, finished: RequestFinished) -> None:
         """Count a sample that ended."""
@@ -114,6 +130,7 @@ class Leg(NamedTuple):
     """What one engine was given to compute of a sample.
 
     Attributes:
+        engine: As it was registered then.
         slot: Of the attempt, on the stream to the engine.
         kind: ``whole``, ``prefill`` or ``decode``.
         start: Output tokens that there were.
@@ -121,12 +138,16 @@ class Leg(NamedTuple):
         preempted_at: Output tokens at each preemption.
     """
 
-    engine_id: str
+    engine: EngineIdentity
     slot: int
     kind: str
     start: int
     serves: Fingerprint
     preempted_at: Sequence[int] = ()
+
+    @property
+    def engine_id(self) -> str:
+        return self.engine.engine_id
 
 
 class OutputTrail:

@@ -30,6 +30,9 @@ PACKED_IDS = "packed_token_ids"
 LIVE_MOVES = "live_moves"
 """Names the feature of a hello whose sender moves running requests from engine to engine (``KVGrant.moves``)."""
 
+QUARANTINE = "quarantine"
+"""Names the feature of a hello whose sender, an engine, ends when its tokens are wrong (``EngineInput.quarantine``)."""
+
 _COMPARED = ("model", "weights", "tokenizer", "block_hash_seed", "block_size", "kv_layout", "numerics")
 FOREIGN = ("vllm",)
 """First words of the numerics of engines that compute by a server of others."""
@@ -45,8 +48,10 @@ def make_hello(
     expected_peer_id: str = "",
     expected_epoch: int = 0,
     initial_credit: int = 0,
+    features: Iterable[str] = (),
 ) -> types_pb2.Hello:
-    """Return this process's Hello. ``expected_*`` name the peer that it expects; empty: any peer."""
+    """Return this process's Hello. ``expected_*`` name the peer that it expects; empty: any peer. ``features``: beside
+    those that all parts of this release have."""
     return types_pb2.Hello(
         protocol=PROTOCOL_VERSION,
         peer_id=peer_id,
@@ -56,7 +61,7 @@ def make_hello(
         fingerprint=fingerprint,
         max_message_bytes=MAX_MESSAGE_BYTES,
         initial_credit=initial_credit,
-        features=(PACKED_IDS, LIVE_MOVES),
+        features=(PACKED_IDS, LIVE_MOVES, *features),
     )
 
 

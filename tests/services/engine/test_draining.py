@@ -15,6 +15,7 @@ from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.host.service import running
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_DEAD
+from tokenloom.v1.engine_pb2 import Quarantine
 from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH
 
 ENDLESS = 1500
@@ -108,8 +109,38 @@ async def test_damaged_weights_are_no_request_s_fault_and_the_coordinator_rememb
             (engine,) = await see(stub, is_serving)
             assert [each.detail for each in engine.report.fall_backs] == ["bytes 0 to 7 of model.a have changed"]
         assert service.servicer is not None
-        assert service.servicer._registry.num_damaged == 1
+        assert service.servicer._registry.num_ended["damaged_weights"] == 1
     assert "damaged_weights: bytes 0 to 7 of model.a have changed; requests go on at other engines" in caplog.text
+
+
+async def test_an_engine_whose_tokens_are_wrong_ends_and_the_coordinator_remembers_it(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator", verify=0.01)
+    async with running_coordinator(socket_dir) as (stub, service):
+        async with running_engine(settings) as host, Peer(host.address) as peer, Peer(host.address) as other:
+            await peer.send(make_add(1, [1], ENDLESS))
+            reason = "request 7, output 0: token 3 is 5 instead of 6"
+            await other.send(quarantine=Quarantine(engine_epoch=host.epoch + 1, reason="of another incarnation"))
+            await other.send(quarantine=Quarantine(engine_epoch=host.epoch, reason=reason))
+            received = await peer.read_until_finished([1])
+            with pytest.raises(Unavailable, match="wrong_tokens: request 7, output 0: token 3 is 5 instead of 6"):
+                raise await host.failure.take()
+            (engine,) = await see(stub, lambda engines: [bool(each.report.fall_backs) for each in engines] == [True])
+            assert engine.report.state == ENGINE_STATE_DEAD
+            assert [each.kind for each in engine.report.fall_backs] == ["wrong_tokens"]
+        assert received.finished[1].error.reason == "TRY_ELSEWHERE"
+        async with running_engine(settings):  # its successor
+            (engine,) = await see(stub, is_serving)
+            assert [each.kind for each in engine.report.fall_backs] == ["wrong_tokens"]
+        assert service.servicer is not None
+        assert service.servicer._registry.num_ended == {"damaged_weights": 0, "wrong_tokens": 1}
+
+
+async def test_an_engine_that_nobody_verifies_does_not_end_because_a_peer_says_so(socket_dir: Path) -> None:
+    async with running_engine(make_settings(socket_dir)) as host, Peer(host.address) as peer:
+        await peer.send(quarantine=Quarantine(engine_epoch=host.epoch, reason="wrong"))
+        await peer.send(make_add(1, [1], 5))
+        assert (await peer.read_until_finished([1])).finished[1].reason == FINISH_REASON_LENGTH
+        assert not host.failure.happened
 
 
 @pytest.mark.parametrize(

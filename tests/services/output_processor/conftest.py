@@ -137,6 +137,12 @@ def roles() -> list[EngineRole]:
 
 
 @pytest.fixture
+def numerics() -> str:
+    """Of the engines."""
+    return ""
+
+
+@pytest.fixture
 def settings() -> dict[str, Any]:
     """More of the output processor's."""
     return {}
@@ -149,10 +155,12 @@ async def mesh(
     hang_timeout: float,
     heartbeat: float,
     settings: dict[str, Any],
+    numerics: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Mesh]:
     monkeypatch.setattr(server_stream, "HEARTBEAT_SECONDS", heartbeat)
-    fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
+    tokenizer = tokenizer_fingerprint(DEMO_MODEL)
+    fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer, numerics=numerics)
     engines = [
         FakeEngine(
             EngineIdentity(

@@ -10,7 +10,7 @@ import grpc.aio
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.local_streams.socket_end import status
-from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.peers.hello import QUARANTINE, make_hello
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,
@@ -127,6 +127,7 @@ class FakeEngine(EngineServicer):
     def __init__(self, identity: EngineIdentity) -> None:
         self.identity = identity
         self.is_gone = False
+        self.can_be_quarantined = True
         self.streams: asyncio.Queue[EngineStream] = asyncio.Queue()
 
     async def next_stream(self) -> EngineStream:
@@ -143,7 +144,9 @@ class FakeEngine(EngineServicer):
         assert hello.expected_peer_id == self.identity.engine_id
         assert hello.initial_credit > 0
         identity = self.identity
-        yield EngineFrame(hello=make_hello(identity.engine_id, identity.epoch, fingerprint=identity.fingerprint))
+        features = (QUARANTINE,) if self.can_be_quarantined else ()
+        hello = make_hello(identity.engine_id, identity.epoch, fingerprint=identity.fingerprint, features=features)
+        yield EngineFrame(hello=hello)
         self.streams.put_nowait(stream)
         reader = asyncio.create_task(self._read(inputs, stream))
         try:
@@ -172,7 +175,7 @@ class FakeCoordinator(CoordinatorServicer):
         self._arrived: asyncio.Queue[PickRequest] = asyncio.Queue()
         self.watched = asyncio.Event()
         self._changed = asyncio.Event()
-        self.running = 0  # as every engine reports
+        self.running = self.waiting = 0  # as every engine reports
         self.position = Position(index=0, count=1)  # of every output processor
         self.hold = asyncio.Event()  # picks wait until it is set
         self.hold.set()
@@ -244,7 +247,7 @@ class FakeCoordinator(CoordinatorServicer):
         while True:
             changed = self._changed
             engines = zip(self.engines, self.roles, strict=False)
-            entries = [entry(each, role=role, running=self.running) for each, role in engines]
+            entries = [entry(each, self.waiting, role=role, running=self.running) for each, role in engines]
             yield Snapshot(coordinator_epoch=7, revision=1, complete=True, engines=entries)
             self.watched.set()
             await changed.wait()

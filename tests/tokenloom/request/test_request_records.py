@@ -14,6 +14,7 @@ from tokenloom.request import request_records
 from tokenloom.request.request_records import (
     VERSION,
     DamagedLine,
+    RecordedLeg,
     RecordedLogprobs,
     RecordedOutput,
     RecordedRequest,
@@ -21,6 +22,7 @@ from tokenloom.request.request_records import (
     floats,
     from_floats,
     read_records,
+    repeats_exactly,
     sealed,
     unsealed,
 )
@@ -319,3 +321,29 @@ def test_fields_of_default_take_no_room() -> None:
     assert set(msgspec.json.decode(sealed(record()).partition(b" ")[2])["outputs"][0]) == {
         *("index", "token_ids", "finish_reason", "logprobs"),
     }
+
+
+@pytest.mark.parametrize(
+    ("numerics", "kv_layout", "exact"),
+    [
+        ("cpu/float32/flash/torch-2.13.0", "HND/fp32/4x2x64/16", True),
+        ("cpu/float32/flash/torch-2.13.0", "HND/int8+fp32/4x2x64/16", False),
+        ("cuda/H200/float32/triton/torch-2.13.0", "HND/fp8-e4m3/4x2x64/16", False),
+        ("cpu/bfloat16/flash/torch-2.13.0", "HND/bf16/4x2x64/16", False),
+        ("cpu/bfloat16/tokenwise/torch-2.13.0", "HND/int8+fp32/4x2x64/16", True),
+        ("cpu/float32/int8-dynamic/flash/by-row/torch-2.13.0", "HND/fp32/4x2x64/16", False),
+        ("hash", "hash/16", True),
+        ("vllm/0.11", "", False),
+        ("", "", False),
+    ],
+)
+def test_which_engines_compute_the_same_tokens_again(numerics: str, kv_layout: str, exact: bool) -> None:
+    assert repeats_exactly(numerics, kv_layout) == exact
+
+
+@pytest.mark.parametrize(("threads", "found"), [((2, 2), 2), ((2, 1), 0), ((0, 0), 0), ((), 0)])
+def test_the_number_of_threads_is_that_of_all_engines(threads: tuple[int, ...], found: int) -> None:
+    legs = [RecordedLeg(engine="e", kind="whole", num_threads=each) for each in threads]
+    output = RecordedOutput(index=0, token_ids=[7], finish_reason="length", legs=legs)
+    again = unsealed(sealed(record(outputs=[output])))
+    assert again.num_threads == found

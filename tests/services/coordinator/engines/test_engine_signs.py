@@ -134,7 +134,7 @@ def test_damaged_weights_are_shown_for_an_hour_though_the_engine_is_another_one(
         successor.epoch = 2
         fleet.records["b0"] = fleet.registry.join(successor, report("b0"))
     assert [each.message.split(":")[0] for each in caplog.records] == ["fall-back damaged_weights of b0"]
-    assert fleet.registry.num_damaged == 1
+    assert fleet.registry.num_ended["damaged_weights"] == 1
     fleet.clock.now += DAMAGED_SECONDS - 1
     fleet.registry.refresh()
     assert shown(fleet.registry) == {"b0": {damage.kind: damage.detail}, "b1": {}}
@@ -144,7 +144,7 @@ def test_damaged_weights_are_shown_for_an_hour_though_the_engine_is_another_one(
     assert shown(fleet.registry) == {"b0": {}, "b1": {}}
     assert "b0" in fleet.registry.changed.take_others()
     fleet.load("b0", fall_backs=[damage])
-    assert fleet.registry.num_damaged == 2, "again, in the next process"
+    assert fleet.registry.num_ended["damaged_weights"] == 2, "again, in the next process"
 
 
 def test_an_engine_that_joins_anew_with_damaged_weights_is_counted_once() -> None:
@@ -152,7 +152,7 @@ def test_an_engine_that_joins_anew_with_damaged_weights_is_counted_once() -> Non
     damage = [FallBack(kind="damaged_weights", detail="bytes 0 to 7 of model.a have changed")]
     fleet.load("b0", fall_backs=damage)
     fleet.registry.join(identity("b0"), report("b0", fall_backs=damage))
-    assert fleet.registry.num_damaged == 1
+    assert fleet.registry.num_ended["damaged_weights"] == 1
 
 
 def test_single_picks_that_are_lost_are_no_sign() -> None:

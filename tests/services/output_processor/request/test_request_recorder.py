@@ -24,6 +24,7 @@ from tokenloom.services.output_processor.request.sample_output import SampleOutp
 from tokenloom.services.output_processor.request.telemetry import Leg, OutputTrail
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.service import running
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import SampleJournal
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Logprobs, StructuredOutputs
@@ -401,7 +402,8 @@ def test_a_model_is_named_from_everywhere(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_leg_that_waited_for_another_one_begins_where_that_ended() -> None:
     trail = OutputTrail(AdmissionLimit(100))
     serves = Fingerprint()
-    trail.legs += [Leg("engine-0", 1, "whole", 0, serves), Leg("engine-1", 1, "decode", 12, serves)]
+    engines = [EngineIdentity(engine_id=f"engine-{number}") for number in range(2)]
+    trail.legs += [Leg(engines[0], 1, "whole", 0, serves), Leg(engines[1], 1, "decode", 12, serves)]
     trail.note_start("engine-1", 1, 21)
     trail.note_start("engine-2", 1, None)
     assert [(leg.engine_id, leg.start) for leg in trail.legs] == [("engine-0", 0), ("engine-1", 21)]

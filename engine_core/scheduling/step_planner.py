@@ -246,6 +246,8 @@ class StepPlanner:
         self._prompt_turns = PromptTurns() if config.enable_chunked_prefill else None
         self._grants: Counter[str] | None = None
         """What the prompts of each tenant may still cost in this step; None: as much as its tokens, of any tenant."""
+        self._has_rest = False
+        """Whether a running request may have a rest of its prompt to compute."""
         self._advanced = set[str]()
         """The tenants of which a prompt gets on in this step; kept while there are grants."""
 
@@ -263,10 +265,12 @@ class StepPlanner:
             deferred |= {request.request_id for request in self._running if request.request_id != self._crowded}
             self._crowded = None
         others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
-        budget = self._token_budget() if self._running else self._max_tokens
+        takes_turns = self._prompt_turns is not None and (self._live.are_several or self._live.num_costly)
+        num_prompts = self._count_prompts() if takes_turns else None
+        budget = self._token_budget(num_prompts) if self._running else self._max_tokens
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else budget)
         self._grants = None
-        if (self._live.are_several or self._live.num_costly) and self._prompt_turns is not None and self._has_prompts:
+        if self._prompt_turns is not None and takes_turns and (num_prompts or self._waiting):
             heads = self._waiting.heads(None) if self._waiting else ()
             share = self.prompt_share if self._live.num_costly else None
             beside_others = None if share is None else share.most_beside_others()
@@ -351,39 +355,46 @@ class StepPlanner:
         """Return how many requests of each tenant run or load KV."""
         return count_seats(self._running if self._remote is None else chain(self._running, self._remote.waiting))
 
-    def _token_budget(self) -> int:
+    def _token_budget(self, num_prompts: int | None) -> int:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
         next token of every decoding request. Never fewer than there are running requests, of which each gets one.
+
+        ``num_prompts``: of the running requests, if prompts take turns.
         """
         if self.prompt_share is None:
             return self._max_tokens
-        num_prompts = 0
-        for request in reversed(self._running):  # the last ones; with priorities, there may be a few among the others
-            if request.num_missing_tokens <= 1:
-                break
-            num_prompts += 1
+        if num_prompts is None:
+            num_prompts = 0
+            # The last ones: a prompt that takes several steps leaves nothing to those behind it. With priorities, there
+            # may be a few among the others.
+            for request in reversed(self._running):
+                if request.num_missing_tokens <= 1:
+                    break
+                num_prompts += 1
         num_decoding = len(self._running) - num_prompts
         if not num_decoding:
             return self._max_tokens
         # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
         num_waiting = min(len(self._waiting), self._max_num_seqs - len(self._running))
         share = self.prompt_share.num_tokens(num_decoding, num_prompts + num_waiting)
-        if self._live.are_several and num_prompts + num_waiting and self._delays_others(num_prompts):
+        if self._live.are_several and num_prompts + num_waiting and self._delays_others():
             share = min(share, self.prompt_share.most_beside_others())
         return min(self._max_tokens, num_decoding + max(num_prompts + self._fewest_of_prompt, share))
 
-    @property
-    def _has_prompts(self) -> bool:
-        """Whether a prompt waits, or the request that began last computes one."""
-        return bool(self._waiting) or (bool(self._running) and self._running[-1].num_missing_tokens > 1)
+    def _count_prompts(self) -> int:
+        """Return how many of the running requests compute prompts, wherever they stand: a short prompt of another
+        tenant begins and ends beside long ones, and then decodes behind them."""
+        if not self._has_rest:
+            return 0
+        count = sum(request.num_missing_tokens > 1 for request in self._running)
+        self._has_rest = count > 0
+        return count
 
-    def _delays_others(self, num_prompts: int) -> bool:
-        """Return whether the tenant of a prompt delays another one that decodes. ``num_prompts``: of the requests that
-        run, the last ones."""
-        num_decoding = len(self._running) - num_prompts
-        decoding = {request.tenant for request in self._running[:num_decoding]}
-        prompts = {request.tenant for request in self._running[num_decoding:]} | set(self._waiting.tenants)
-        return not prompts <= decoding or len(decoding) > 1
+    def _delays_others(self) -> bool:
+        """Return whether the tenant of a prompt delays another one that decodes."""
+        decoding = {request.tenant for request in self._running if request.num_missing_tokens <= 1}
+        prompts = {request.tenant for request in self._running if request.num_missing_tokens > 1}
+        return not prompts.union(self._waiting.tenants) <= decoding or len(decoding) > 1
 
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
@@ -461,6 +472,8 @@ class StepPlanner:
             self._grants[request.tenant] -= num_tokens * cost_per_token(request)
             if num_tokens:
                 self._advanced.add(request.tenant)
+        if num_tokens < num_missing:
+            self._has_rest = True
         return num_tokens
 
     def _has_had_its_turn(self, request: Request) -> bool:

@@ -362,6 +362,19 @@ def test_the_step_of_another_tenants_prompt_has_few_rows_with_log_probabilities(
     assert sum(step(scheduler)[0].num_scheduled_tokens.values()) == 256 // (1 + ROW_COST), "b's prompt is no short one"
 
 
+def test_prompts_are_dealt_out_however_many_stand_before_another_tenants_tokens() -> None:
+    scheduler = make_scheduler(num_blocks=400, prefill_tokens_beside_decode=32, max_num_batched_tokens=65)
+    for name in ("a1", "a2"):
+        add_prompt(scheduler, name, 90, prompt_logprobs=20)
+    step(scheduler)
+    step(scheduler)
+    add_prompt(scheduler, "b1", 4)
+    assert step(scheduler)[0].num_scheduled_tokens["b1"] == 4
+    assert running(scheduler) == ["a1", "a2", "b1"]
+    for _ in range(3):
+        assert step(scheduler)[0].num_scheduled_tokens == {"a1": 16 // (1 + ROW_COST), "b1": 1}
+
+
 def test_the_first_prompt_of_a_tenant_gets_all_that_its_prompts_may_cost() -> None:
     scheduler = make_scheduler(num_blocks=200, max_num_batched_tokens=5 * (1 + ROW_COST) + 1)
     for name in ("a1", "a2"):

@@ -29,8 +29,7 @@ from .engines.engine_registry import Registry
 from .engines.engine_signs import DAMAGED, WRONG
 from .engines.rebalancing import Rebalancer
 from .engines.wanted_state import Predecessor
-from .lease.kubernetes_lease import KubernetesLease, LeaseApi
-from .lease.lease import FileLease, LeaderLease
+from .lease.lease import FileLease, KubernetesLease, LeaderLease, LeaseApi
 from .picks.pick_slices import PickMetrics
 
 log = logging.getLogger(__name__)

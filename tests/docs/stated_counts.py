@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.parallel_config import EplbConfig
 from tokenloom.model_files.model_path import PACKAGED
 from tokenloom.request import adapter_names as adapter_name
 from tokenloom.request import output_constraints, sampling_params, validation
-from tokenloom.services.coordinator.lease import kubernetes_lease
+from tokenloom.services.coordinator.lease import lease
 from tokenloom.services.gateway.batches import batch_run, batch_store
 from tokenloom.services.gateway.formats import tool_request
 from tokenloom.services.gateway.generation import admission, charge, running_pooling
@@ -75,8 +75,8 @@ SENTENCES = {
         f"| `--tenant-token-burst` | the tokens of {tenant_limits.BURST_SECONDS} s |",
     ],
     "docs/operate/kubernetes.md": [
-        f"when it has not renewed the Lease for {kubernetes_lease.GIVE_UP_SECONDS} s",
-        f"no active coordinator after {kubernetes_lease.GIVE_UP_SECONDS} s",
+        f"when it has not renewed the Lease for {lease.GIVE_UP_SECONDS} s",
+        f"no active coordinator after {lease.GIVE_UP_SECONDS} s",
     ],
     "docs/operate/scaling.md": [
         f"| `window_size` | {_EPLB.window_size} |",

@@ -59,6 +59,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         kept = self._requests.kept
         first = await receive_hello(messages, self._hello)
         peer = first.hello.peer_id, first.hello.epoch
+        kept.copies.connect(peer)
         # Before anything of the new stream is read: the gateway submits again what this incarnation of it has lost, and
         # the kept copies would run beside that.
         kept.connect(peer)
@@ -68,6 +69,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         finally:
             # Before the loop below, which keeps a request only if its gateway has no other stream here.
             kept.disconnect(peer)
+            kept.copies.lose(self, peer)
             for group in list(self._live.values()):
                 if not isinstance(group, SampleGroup) or not kept.lose(group, peer):
                     group.cancel()
@@ -92,6 +94,8 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
             group.fail(error)
 
     async def _receive(self, message: ProcessInput) -> None:
+        if message.HasField("journal_copies"):
+            self._requests.kept.copies.receive(self, message.journal_copies)
         # In the order of their numbers. Read in the order of the message's fields, all new requests came first: a
         # resumed one with a lower number ended the whole stream, and the gateway sent the same message again on the
         # next stream, without end.
@@ -151,6 +155,8 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
     def _resume(self, resume: Resume) -> None:
         try:
             group = self._requests.kept.find(resume)
+            if group is None and resume.from_copy:
+                group = self._requests.revive(resume)
             if group is None:
                 raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
             self._attach(group, resume.slot, resume.positions)

@@ -37,6 +37,11 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0)],
         "Memory for requests that have ended and can be resumed, in bytes; beyond it the oldest are forgotten.",
     ] = 64 << 20
+    max_copied_bytes: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Memory for copies of requests that other output processors run (--journal-copies of gateways), in bytes; "
+        "beyond it the newest ones of the tenant with most are dropped. 0: none are kept.",
+    ] = 64 << 20
     drain: Annotated[
         Drain,
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "

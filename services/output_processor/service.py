@@ -14,7 +14,7 @@ from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.process.control_groups import memory_limit
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.peers.hello import JOURNAL_COPIES, make_hello
 from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import (
@@ -32,7 +32,7 @@ from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
-from .request.requests import LiveRequestLimit, Requests, SampleGroup, default_prompt_bytes
+from .request.requests import LiveRequestLimit, Requests, SampleGroup, default_prompt_bytes, recalled
 from .request.telemetry import OutputProcessorMetrics
 from .text.continued_text import detokenize
 from .text.vocabulary import Vocabulary
@@ -103,7 +103,10 @@ class OutputProcessorService:
         self._closing.push_async_callback(_cancelled, host.spawn(placer.run(), name="coordinator"))
         if recorder is not None and settings.verify:
             self._verify(recorder, placer, host, metrics)
-        kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
+        kept = KeptRequests[SampleGroup](
+            host.failed, settings.keep_lost_requests, settings.max_kept_bytes, settings.max_copied_bytes
+        )
+        metrics.show_copies(kept.copies)
         self._closing.push_async_callback(kept.close)
         self._closing.push_async_callback(streams.close)  # before the placer
         requests = self.requests = Requests(
@@ -121,7 +124,8 @@ class OutputProcessorService:
         requests.recorder = recorder
         requests.bill = host.bill
         self._draining.push_async_callback(_drain, streams, requests, settings.drain)
-        hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
+        features = (JOURNAL_COPIES,) if settings.max_copied_bytes else ()
+        hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint, features=features)
         host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, streams, vocabulary))
 
     async def _record(
@@ -189,10 +193,13 @@ class _Servicer(OutputProcessorServicer):
         return await detokenize(self._vocabulary, request)
 
     async def Recall(self, request: RecallRequest, context: Any) -> RecallResponse:
-        group = self._requests.kept.known(request.request_id, request.tenant)
-        if group is None:
+        kept = self._requests.kept
+        if (group := kept.known(request.request_id, request.tenant)) is not None:
+            return group.recall(with_prompt=request.wants_prompt)
+        copy = kept.copies.find(request.request_id, request.tenant) if request.from_copy else None
+        if copy is None:
             raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
-        return group.recall(with_prompt=request.wants_prompt)
+        return recalled(copy.submit, with_prompt=request.wants_prompt)
 
 
 async def _drain(streams: GatewayStreams, requests: Requests, mode: Drain) -> None:

@@ -31,6 +31,7 @@ def main() -> int:
     moves: Counter[str] = Counter()
     violated: list[int] = []
     num_migrations, migrations = 0, Counter[str]()
+    copies: Counter[str] = Counter()
     for seed, result in zip(seeds, _results(seeds, arguments), strict=True):
         outcomes += result.outcomes
         faults.update(fault.kind for fault in result.happened)
@@ -38,6 +39,7 @@ def main() -> int:
         moves += result.moves
         num_migrations += result.num_migrations
         migrations += result.migrations
+        copies += result.copies_used
         if result.violations:
             violated.append(seed)
         if result.violations or arguments.verbose:
@@ -49,6 +51,11 @@ def main() -> int:
     print(*(f"{count:8} lies: {kind}" for kind, count in lies.most_common()), sep="\n", end="\n" if lies else "")
     print(*(f"{count:8} {kind}" for kind, count in moves.most_common()), sep="\n", end="\n" if moves else "")
     print(f"requests moved: {num_migrations}", *(f"{count:8} by {why}" for why, count in migrations.items()), sep="\n")
+    print(
+        *(f"{count:8} copies {outcome}" for outcome, count in copies.most_common()),
+        sep="\n",
+        end="\n" if copies else "",
+    )
     print(f"violated: {violated or 'none'}")
     return 1 if violated else 0
 
@@ -68,6 +75,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--liars", action="store_true", help="let parts send invalid messages")
     parser.add_argument("--movers", action="store_true", help="let clients repeat their requests at other gateways")
     parser.add_argument("--migrations", action="store_true", help="move running requests from engine to engine")
+    parser.add_argument("--together", action="store_true", help="kill parts of several kinds in the same instant")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -87,6 +95,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 has_liars=arguments.liars,
                 has_movers=arguments.movers,
                 has_migrations=arguments.migrations,
+                has_losses_together=arguments.together,
             )
         if result.violations:
             _show(result)
@@ -109,6 +118,7 @@ def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Re
         has_liars=arguments.liars,
         has_movers=arguments.movers,
         has_migrations=arguments.migrations,
+        has_losses_together=arguments.together,
     )
     if jobs == 1:
         yield from map(run, seeds)

@@ -20,6 +20,7 @@ from tokenloom.services.engine.core import row_loads
 from tokenloom.services.engine.kv import kv_loads
 from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh import collector
+from tokenloom.services.gateway.mesh.journal_copies import JournalCopies
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
@@ -170,6 +171,15 @@ def _believed(output: SampleOutput, token_index: int, token_ids: Sequence[int], 
 _add_tokens = SampleOutput.add
 
 
+def _from_the_beginning(copies: JournalCopies, request: PendingRequest, copy: Any) -> None:
+    """Send all tokens of a request to its copy each time, instead of those that are new."""
+    copy.num_sent = dict.fromkeys(copy.num_sent, 0)
+    _send_news(copies, request, copy)
+
+
+_send_news = JournalCopies._send_news
+
+
 _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "schemas_fault": {(compiler, "_for_clients"): _schemas_fault},
     "no_wait": {(CallRetries, "pause"): _no_wait},
@@ -189,6 +199,8 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "blind_to_images": {(block_pool, "media_salt"): _blind},
     "lost_file_is_final": {(row_loads, "MediaLost"): Internal},
     "rows_stay": {(RowStore, "drop"): _nothing},
+    "no_copies": {(JournalCopies, "_place"): lambda *_: True},
+    "copied_twice": {(JournalCopies, "_send_news"): _from_the_beginning},
     "believed_tokens": {(SampleOutput, "add"): _believed},
     "believed_blocks": {(kv_loads, "_check_answer"): lambda *_, **__: None},
     "believed_prompts": {(TokenizerClient, "_fits"): lambda *_: True},

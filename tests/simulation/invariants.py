@@ -103,6 +103,7 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
         yield "slots", sum(len(stream.slots) for stream in streams)
         yield "waiting requests", len(pool._waiting)
         yield "bytes of prompts", pool._kept.taken
+        yield "copied requests", len(pool._copies._copies) if pool._copies is not None else 0
     elif kind == "encoder":
         yield "calls", service._servicer.num_calls  # type: ignore[attr-defined]
         yield "bytes of rows in work", service._servicer.num_waiting  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from collections import Counter
 from random import Random
 from typing import Any
 
@@ -90,11 +91,24 @@ class SimulatedEngine(EngineService):
         return self.engine
 
 
+class SimulatedOutputProcessor(OutputProcessorService):
+    """Counts what becomes of its copies of others' requests, also after its process has ended."""
+
+    def __init__(self, settings: OutputProcessorSettings, copies_used: Counter[str]) -> None:
+        super().__init__(settings, load_once)
+        self._copies_used = copies_used
+
+    async def start(self, host: Host) -> None:
+        await super().start(host)
+        self.requests.kept.copies.count = lambda outcome: self._copies_used.update([outcome])
+
+
 class Mesh:
     """Holds the parts of one run.
 
     Attributes:
         parts: By name, the gateways last.
+        copies_used: What became of copies of requests.
     """
 
     def __init__(self, network: Network, plan: Plan) -> None:
@@ -102,6 +116,7 @@ class Mesh:
         self.plan = plan
         self.pools = Pools(network)
         self.parts: dict[str, Part] = {}
+        self.copies_used: Counter[str] = Counter()
         self.leases = LeaseServer()
         for name in plan.coordinators:
             common = _common(name) | {"listen": address("coordinator-0")}
@@ -117,14 +132,17 @@ class Mesh:
                 OutputProcessorSettings(
                     **_common(name), coordinator=address("coordinator-0"), engine_hang_timeout=HANG_SECONDS
                 ),
-                _output_processor,
+                self._output_processor,
             )
         for name, role in zip(plan.engines, plan.roles, strict=True):
             moves = {"moves": plan.migrates, "relieves": plan.rebalances}
             self._add(_engine_settings(name, role, plan.num_blocks, plan.rows_bytes, **moves), self._engine)
         processors = tuple(address(name) for name in plan.output_processors)
         for name in plan.gateways:
-            self._add(_gateway_settings(name, processors, tuple(map(address, plan.tokenizers))), _gateway)
+            tokenizers = tuple(map(address, plan.tokenizers))
+            self._add(
+                _gateway_settings(name, processors, tokenizers, copies=2 if plan.copies_journals else 1), _gateway
+            )
 
     async def start(self) -> None:
         """Start every part; return when a request would be answered."""
@@ -152,6 +170,11 @@ class Mesh:
             return CoordinatorService(settings)
         identity = f"{settings.instance_id}_{world.random.getrandbits(64):016x}"
         return CoordinatorService(settings, KubernetesLease(self.leases, "coordinator", identity))
+
+    def _output_processor(
+        self, settings: OutputProcessorSettings, process: Process, world: HostDependencies
+    ) -> OutputProcessorService:
+        return SimulatedOutputProcessor(settings, self.copies_used)
 
     def _engine(self, settings: EngineSettings, process: Process, world: HostDependencies) -> SimulatedEngine:
         transports = [MemoryTransport(self.pools, process)] if settings.kv_transports else []
@@ -208,7 +231,9 @@ def _engine_settings(
 
 
 @functools.cache
-def _gateway_settings(name: str, processors: tuple[str, ...], tokenizers: tuple[str, ...]) -> GatewaySettings:
+def _gateway_settings(
+    name: str, processors: tuple[str, ...], tokenizers: tuple[str, ...], *, copies: int
+) -> GatewaySettings:
     return GatewaySettings.of(
         **_common(name),
         http_listen="127.0.0.1:0",
@@ -216,6 +241,7 @@ def _gateway_settings(name: str, processors: tuple[str, ...], tokenizers: tuple[
         output_processors=list(processors),
         coordinator=address("coordinator-0"),
         max_kept_prompt_bytes=KEPT_BYTES,
+        journal_copies=copies,
     )
 
 
@@ -225,12 +251,6 @@ def _tokenizer(settings: TokenizerSettings, process: Process, world: HostDepende
 
 def _encoder(settings: EncoderSettings, process: Process, world: HostDependencies) -> SimulatedEncoder:
     return SimulatedEncoder(settings, _fingerprint())
-
-
-def _output_processor(
-    settings: OutputProcessorSettings, process: Process, world: HostDependencies
-) -> OutputProcessorService:
-    return OutputProcessorService(settings, load_once)
 
 
 def _gateway(settings: GatewaySettings, process: Process, world: HostDependencies) -> SimulatedGateway:

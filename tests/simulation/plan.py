@@ -106,6 +106,7 @@ class Plan:
         rows_bytes: Room for rows at each engine.
         migrates: An operator moves running requests from engine to engine all the time, as engines do that drain.
         rebalances: So does the coordinator, away from engines that are hot or short of blocks.
+        copies_journals: Gateways keep a copy of each request at a second output processor.
     """
 
     seed: int
@@ -125,6 +126,7 @@ class Plan:
     rows_bytes: int = 1 << 20
     migrates: bool = False
     rebalances: bool = False
+    copies_journals: bool = False
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -310,6 +312,35 @@ def with_movers(plan: Plan) -> Plan:
         return replace(moving, away=away, timeout=timeout)
 
     return replace(plan, num_gateways=max(plan.num_gateways, 2), asks=list(map(moved, plan.asks)))
+
+
+def with_losses_together(plan: Plan) -> Plan:
+    """Return the plan with copies of all requests, and clients that resume. Two parts of different kinds, or one of
+    each kind as on a host that is lost, are killed in the same instant, and others once more when the first ones are
+    back; nothing else goes wrong."""
+    random = Random(f"together {plan.seed}")
+    num = random.choice((2, 2, 3))
+    mesh = replace(plan, num_gateways=2, num_output_processors=num, num_tokenizers=2, copies_journals=True, spares=True)
+
+    def resumed(ask: Ask) -> Ask:
+        max_tokens = min(random.randrange(20, 60), _LONGEST - len(ask.prompt))
+        stop = _draw_stop(random, ask.prompt, max_tokens, plan.state_chunk) if ask.stop else ()
+        wanted = expected(ask.prompt, max_tokens, stop, plan.state_chunk)
+        longer = replace(ask, max_tokens=max_tokens, stop=stop, expected=wanted, gateway=random.randrange(2))
+        has_key = random.random() < 0.3  # and repeats its request instead of resuming it
+        return replace(
+            longer, resumes=True, cut_after=None, patience=30.0 if has_key else None, is_chat=ask.seed % 3 == 0
+        )
+
+    def losses(at: float) -> list[Fault]:
+        kinds = [mesh.gateways, mesh.output_processors, mesh.tokenizers, mesh.engines, mesh.coordinators]
+        is_pair = random.random() < 0.3
+        chosen = random.choice((kinds[:2], kinds[:4], kinds)) if not is_pair else random.sample(kinds, 2)
+        return [Fault("crash", at, random.uniform(0.1, 1.0), random.choice(names)) for names in chosen]
+
+    first = random.uniform(0.1, SECONDS)
+    faults = [*losses(first), *losses(first + random.uniform(2.0, 3.0))]
+    return replace(mesh, asks=list(map(resumed, plan.asks)), faults=faults, calls=[])
 
 
 def with_lying_owner(plan: Plan) -> Plan:

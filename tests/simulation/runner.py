@@ -29,6 +29,7 @@ from .plan import (
     with_chats,
     with_images,
     with_liars,
+    with_losses_together,
     with_migrations,
     with_movers,
     with_standby,
@@ -49,6 +50,7 @@ class Result:
         moves: How often clients left gateways, and how often an earlier call took the answer of a later one.
         num_migrations: How often an operator moved an output to another engine.
         migrations: How many outputs left an engine for another one, by why.
+        copies_used: What became of copies of requests at second output processors.
         trace: Hash of every write of the run.
         seconds: Virtual seconds of the run.
     """
@@ -62,6 +64,7 @@ class Result:
     moves: Counter[str] = field(default_factory=Counter)
     num_migrations: int = 0
     migrations: Counter[str] = field(default_factory=Counter)
+    copies_used: Counter[str] = field(default_factory=Counter)
     trace: str = ""
     num_frames: int = 0
     seconds: float = 0.0
@@ -79,12 +82,14 @@ def run_seed(
     has_liars: bool = False,
     has_movers: bool = False,
     has_migrations: bool = False,
+    has_losses_together: bool = False,
 ) -> Result:
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
     ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render. ``has_states``:
     with a model that keeps a state. ``has_images``: with images, which encoders turn into rows.
     ``has_liars``: with parts that send invalid messages. ``has_movers``: with clients that leave slow gateways.
-    ``has_migrations``: with requests that go on at other engines while they run."""
+    ``has_migrations``: with requests that go on at other engines while they run. ``has_losses_together``: with parts of
+    several kinds that are killed in the same instant, and nothing else."""
     plan = make_plan(seed, kinds)
     plan = with_states(plan) if has_states else plan
     plan = with_migrations(plan) if has_migrations else plan
@@ -93,6 +98,7 @@ def run_seed(
     plan = with_images(plan) if has_images else plan
     plan = with_liars(plan) if has_liars else plan
     plan = with_movers(plan) if has_movers else plan
+    plan = with_losses_together(plan) if has_losses_together else plan
     return run_plan(with_standby(plan) if has_standby else plan)
 
 
@@ -176,6 +182,7 @@ async def simulate(network: Network, plan: Plan, result: Result, on_idle: Callab
     if moving is not None:
         moving.cancel()
     result.num_migrations = mover.moved
+    result.copies_used = mesh.copies_used
     result.violations += operator.violations
     result.outcomes.update(map(_outcome, result.answers))
     for answer in result.answers:

@@ -30,6 +30,7 @@ KINDS: Final[Mapping[str, str]] = {
     # Seen by output processors and gateways.
     "wrong_peer": "A part sent invalid messages: it gets no requests that another one can run.",
     # Seen by gateways.
+    "single_journal": "Requests have no copy at a second output processor, which --journal-copies asks for.",
     "old_view": "The coordinator does not answer: engines and limits are those of its last snapshot.",
     "other_tokenizer": "A tokenizer serves something else than the first one: it gets no calls.",
     "few_connections": "The limit of open files leaves fewer connections of clients than --max-connections.",

@@ -12,14 +12,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RecallRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "wants_prompt")
+    __slots__ = ("request_id", "tenant", "wants_prompt", "from_copy")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WANTS_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FROM_COPY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     wants_prompt: bool
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., wants_prompt: _Optional[bool] = ...) -> None: ...
+    from_copy: bool
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., wants_prompt: _Optional[bool] = ..., from_copy: _Optional[bool] = ...) -> None: ...
 
 class RecallResponse(_message.Message):
     __slots__ = ("recipe", "fingerprint", "prompt", "is_attended", "num_counted")
@@ -68,20 +70,42 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., held_text: _Optional[str] = ..., stop_string: _Optional[str] = ..., single_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ProcessInput(_message.Message):
-    __slots__ = ("hello", "submit", "resume", "cancel_slots", "credit", "withdraw")
+    __slots__ = ("hello", "submit", "resume", "cancel_slots", "credit", "withdraw", "journal_copies")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     CANCEL_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_COPIES_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     submit: _containers.RepeatedCompositeFieldContainer[Submit]
     resume: _containers.RepeatedCompositeFieldContainer[Resume]
     cancel_slots: _containers.RepeatedScalarFieldContainer[int]
     credit: int
     withdraw: _containers.RepeatedCompositeFieldContainer[Withdrawal]
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., withdraw: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ...) -> None: ...
+    journal_copies: JournalCopies
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., withdraw: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., journal_copies: _Optional[_Union[JournalCopies, _Mapping]] = ...) -> None: ...
+
+class JournalCopies(_message.Message):
+    __slots__ = ("withdrawn", "begun", "outputs", "ended")
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    withdrawn: _containers.RepeatedCompositeFieldContainer[Withdrawal]
+    begun: _containers.RepeatedCompositeFieldContainer[Submit]
+    outputs: _containers.RepeatedCompositeFieldContainer[CopiedOutput]
+    ended: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[CopiedOutput, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CopiedOutput(_message.Message):
+    __slots__ = ("copy", "journals")
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    JOURNALS_FIELD_NUMBER: _ClassVar[int]
+    copy: int
+    journals: _containers.RepeatedCompositeFieldContainer[SampleJournal]
+    def __init__(self, copy: _Optional[int] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ...) -> None: ...
 
 class Withdrawal(_message.Message):
     __slots__ = ("request_id", "tenant")
@@ -195,20 +219,22 @@ class TextOptions(_message.Message):
     def __init__(self, stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., detokenize: _Optional[bool] = ..., stream_interval: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("slot", "request_id", "tenant", "positions", "num_samples", "fingerprint")
+    __slots__ = ("slot", "request_id", "tenant", "positions", "num_samples", "fingerprint", "from_copy")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    FROM_COPY_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     tenant: str
     positions: _containers.RepeatedCompositeFieldContainer[SamplePosition]
     num_samples: int
     fingerprint: bytes
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., positions: _Optional[_Iterable[_Union[SamplePosition, _Mapping]]] = ..., num_samples: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    from_copy: bool
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., positions: _Optional[_Iterable[_Union[SamplePosition, _Mapping]]] = ..., num_samples: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., from_copy: _Optional[bool] = ...) -> None: ...
 
 class SamplePosition(_message.Message):
     __slots__ = ("sample_index", "num_tokens", "emitted_text_bytes")

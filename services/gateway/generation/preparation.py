@@ -93,6 +93,8 @@ class Prepared:
     """How the prompt differs from the turn before it; None: it is no turn of a conversation."""
     media: RestorableMedia | None = None
     """Its images, or its sound; None: it has none."""
+    has_seed: bool = True
+    """Whether the client has chosen the seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +272,7 @@ class Preparer:
             beams=beams,
             turn=turn,
             media=media or sound,
+            has_seed=request.sampling.HasField("seed"),
         )
 
     def _encoder(self, salt: bytes, tenant: str, whole: Chat, sizes: Sequence[tokenizer_pb2.MediaSize]) -> Encode:

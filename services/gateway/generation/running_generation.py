@@ -14,7 +14,7 @@ from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..metrics.usage_counts import CallBill, Used
-from ..records.request_ids import NEW, ResumeToken
+from ..records.request_ids import NEW, ResumeToken, seed_of
 from .beam_run import BeamRun, BeamTexts
 from .charge import Charge
 from .past_turns import PastTurn
@@ -86,6 +86,7 @@ class RunningGeneration:
         self.bill: CallBill | None = None
         self.turn = prepared.turn
         self._submits, self._beams = submits, prepared.beams
+        self._has_seed = prepared.has_seed
         self._media = prepared.media
         self._num_audio_tokens = 0 if prepared.media is None else sum(map(_num_audio_tokens, submits))
         self._clock = prepared.clock
@@ -222,6 +223,9 @@ class RunningGeneration:
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
             submit.fingerprint, submit.take_over = token.fingerprint, token.takes_over
+            if token.fingerprint and not self._has_seed:
+                # The same at each gateway that continues it: drawn anew, the rest would be that of another answer.
+                submit.sampling_params.seed = seed_of(self.request_id)
             if token.recipe:
                 submit.recipe = token.recipe
             self._cancels.append(send(submit, collector, index * self.num_samples, self._media))

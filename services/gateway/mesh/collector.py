@@ -84,11 +84,13 @@ class Collector:
         """Return the tokens of an index that arrived."""
         return self._token_ids[index]
 
-    def journal(self, index: int, sample_index: int) -> output_processor_pb2.SampleJournal:
-        """Return what arrived of an index, as an output processor needs it to continue the sample from there."""
+    def journal(self, index: int, sample_index: int, start: int = 0) -> output_processor_pb2.SampleJournal:
+        """Return what arrived of an index, as an output processor needs it to continue the sample from there. Of its
+        tokens only those from ``start`` on."""
+        token_ids = self._token_ids[index]
         return output_processor_pb2.SampleJournal(
             sample_index=sample_index,
-            token_ids=self._token_ids[index],
+            token_ids=token_ids[start:] if start else token_ids,
             emitted_text_bytes=self._text_bytes[index],
             finished=self._ended[index] is not None,
             end=self._ended[index],

@@ -1,10 +1,11 @@
 """Spreads requests over the output processors, and moves those whose output processor is lost or leaves."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
 
@@ -24,6 +25,9 @@ from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 from ..records.generate_request import RestorableMedia
 from .pending_request import PendingRequest, Sink
 from .process_stream import UNKNOWN_MARK, OutputLink, ProcessStream, mark_in
+
+if TYPE_CHECKING:
+    from .journal_copies import JournalCopies
 
 Cancel: TypeAlias = Callable[[], None]
 log = logging.getLogger(__name__)
@@ -64,10 +68,12 @@ class OutputPool:
         *,
         max_kept_bytes: int,
         on_moved: Callable[[], object],
+        copies_journals: bool = False,
     ) -> None:
         """Args:
         max_kept_bytes: Limits the prompts that are kept for requests in work.
         on_moved: Called for each request that is sent again.
+        copies_journals: Keep a copy of each request that can be resumed at a second output processor.
         """
         self.vocab_size = ANY_TOKEN
         self._members = members
@@ -77,6 +83,8 @@ class OutputPool:
         self._kept = AdmissionLimit(max_kept_bytes)
         self._budget = RetryBudget(asyncio.get_running_loop().time)
         self._count_moved = on_moved
+        self._copies_journals = copies_journals
+        self._copies: JournalCopies | None = None  # once started
         self._links: list[OutputLink] = []  # one for each output processor
         self._turn = 0
         self._has_left = False  # whether any link is left
@@ -122,6 +130,11 @@ class OutputPool:
                 self._links.append(link)
                 host.spawn(self._keep(link), name=f"link to output processor {address}")
 
+        if self._copies_journals:
+            from .journal_copies import JournalCopies  # here: most gateways keep no copies
+
+            self._copies = JournalCopies(self._links, host.fall_backs)
+            host.spawn(self._copies.run(), name="copies of requests")
         host.spawn(self._members.watch(joined), name="output processors")
         host.spawn(self._place_waiting(), name="requests without an output processor")
 
@@ -145,6 +158,8 @@ class OutputPool:
         request = PendingRequest(
             submit, collector, index, self._kept, self._budget, now=now, sought_until=until, media=media
         )
+        if self._copies is not None:
+            self._copies.add(request)
         if is_sought:
             if not request.is_kept:
                 loop.call_at(until + SEARCH_SECONDS, request.settle)  # by then it was found, or has begun
@@ -178,6 +193,8 @@ class OutputPool:
             sought_until=now + SEARCH_SECONDS,
             media=media,
         )
+        if self._copies is not None:
+            self._copies.add(request)
         self._seek(request)
         return partial(self._cancel, request)
 
@@ -195,6 +212,7 @@ class OutputPool:
         away then, or does not answer."""
         self._connect_all()
         wanted = pb.RecallRequest(request_id=request_id, tenant=tenant, wants_prompt=with_prompt)
+        from_copy = pb.RecallRequest(request_id=request_id, tenant=tenant, wants_prompt=with_prompt, from_copy=True)
         loop = asyncio.get_running_loop()
         until = loop.time() + SEARCH_SECONDS
         while True:
@@ -215,11 +233,22 @@ class OutputPool:
             # As in a search: the gateway that has it may be about to place it again.
             now = loop.time()
             is_settled = all(link.stream is not None and now - link.changed_at >= SEARCH_SECONDS for link in links)
+            if self._copies is not None and (found := await self._recall_copy(from_copy)) is not None:
+                return found
             if now >= until and num_silent:
                 raise errors.Unavailable("An output processor that may have the request does not answer; retry.")
             if now >= until or (links and is_settled and not num_silent):
                 raise errors.RequestLost("The request is not known any more; send it again as a new request.")
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _recall_copy(self, wanted: pb.RecallRequest) -> pb.RecallResponse | None:
+        """Return what a copy says of a request that no output processor runs; None: there is none."""
+        for link in self._links[:]:
+            if link.stream is not None and link.stream.keeps_copies:
+                with contextlib.suppress(errors.Unavailable):
+                    if (found := await _recall(link, wanted)) is not None:
+                        return found
+        return None
 
     def on_open(self) -> None:
         """Send the requests that wait."""
@@ -354,6 +383,8 @@ class OutputPool:
     def _begin(self, request: PendingRequest) -> None:
         """Send a request that no output processor runs, or let it wait for one."""
         if (stream := self._choose(request)) is not None:
+            if self._copies is not None:
+                self._copies.begin(request, stream)
             stream.submit(request)
         else:
             self._wait(request)
@@ -363,7 +394,7 @@ class OutputPool:
         if not request.can_begin:
             request.fail(errors.Unavailable("No output processor has the request; send it again."))
             return
-        request.sought_until = 0.0
+        request.sought_until, request.seeks_copy = 0.0, False
         request.unknown_to.clear()
         request.withdraw = None  # it has not moved
         self._begin(request)
@@ -380,6 +411,12 @@ class OutputPool:
         stream = next((each for each in streams if each is not None and each not in request.unknown_to), None)
         if stream is not None:
             stream.seek(request)
+            return
+        if self._copies is not None and not request.seeks_copy:
+            # Only now: whatever runs it, or is about to place it again, comes before a copy.
+            request.seeks_copy = True
+            request.unknown_to.clear()
+            self._seek(request)
             return
         now = asyncio.get_running_loop().time()
         if request.takes_over:
@@ -408,6 +445,7 @@ class OutputPool:
 
         def seek() -> None:
             request.unknown_to.clear()
+            request.seeks_copy = False
             self._seek(request)
 
         self._sought[request] = asyncio.get_running_loop().call_at(when, seek)
@@ -437,6 +475,8 @@ class OutputPool:
         for timers in (self._sought, self._held):
             if (timer := timers.pop(request, None)) is not None:
                 timer.cancel()
+        if self._copies is not None:
+            self._copies.end(request)
         request.cancel()
 
     async def _place_waiting(self) -> None:

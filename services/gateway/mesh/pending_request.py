@@ -29,8 +29,8 @@ class Sink(Protocol):
     def num_tokens(self, index: int) -> int:
         """Return how many tokens of an index arrived."""
 
-    def journal(self, index: int, sample_index: int) -> output_processor_pb2.SampleJournal:
-        """Return what another output processor needs to continue an index."""
+    def journal(self, index: int, sample_index: int, start: int = 0) -> output_processor_pb2.SampleJournal:
+        """Return what another output processor needs to continue an index; of its tokens those from ``start`` on."""
 
     def put(
         self,
@@ -91,6 +91,8 @@ class PendingRequest:
         engine_deaths: Engines that died while they ran it.
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
+        runner: The stream that it was sent to last, or sought on; None: none yet.
+        seeks_copy: While it is sought: no output processor runs it, so that a copy may continue it.
         unknown_to: The streams whose output processors do not have it, while it is sought.
         debt: Says whether it may be sent again.
         is_accepted: An output processor has run it, so that it is not refused any more.
@@ -124,6 +126,8 @@ class PendingRequest:
         "origins",
         "refused_by",
         "request_id",
+        "runner",
+        "seeks_copy",
         "sought_until",
         "takes_over",
         "unknown_to",
@@ -158,6 +162,8 @@ class PendingRequest:
         self.num_prompt_logprobs = submit.num_prompt_logprobs
         self.refused_by: list[object] = []
         self.unknown_to: list[object] = []
+        self.runner: object | None = None
+        self.seeks_copy = False
         self.debt = RetryDebt(budget)
         self.is_accepted = False
         self.media = media
@@ -192,13 +198,54 @@ class PendingRequest:
         """Return what to send to an output processor that may have the request. All output is sent again: the parsers
         of an answer need its beginning."""
         assert self._resume is not None
-        self._resume.slot = slot
+        self._resume.slot, self._resume.from_copy = slot, self.seeks_copy
         if not self.takes_over:  # no other output processor begins it
             self._forget_unless_kept()
         return self._resume
 
     def again(self, slot: int, *, now: float) -> pb.Submit:
         """Return what to send to another output processor, or to the first one after a wait."""
+        submit = self._continued(slot, now)
+        if submit.journals:
+            submit.take_over = False  # what the client has must not come again
+        self._num_tokens_sent = self._num_tokens()
+        self._forget_unless_kept()
+        return submit
+
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether a call may resume it, so that a copy of it is of use."""
+        submit = self._submit
+        is_whole = submit is not None and submit.HasField("sampling_params") and not submit.HasField("kv_transfer")
+        return submit is not None and is_whole and bool(submit.fingerprint)
+
+    @property
+    def may_be_known(self) -> bool:
+        """Whether another call may have begun it."""
+        return self.takes_over or self._resume is not None
+
+    def copied(self, number: int, *, now: float) -> pb.Submit | None:
+        """Return the copy with this number: what continues it for a call that resumes it, if this gateway and its
+        output processor are lost together. None: its prompt is not kept."""
+        if self._submit is None:
+            return None
+        submit = self._continued(number, now)
+        if not self.keeps_journals:
+            del submit.journals[:]
+            submit.num_prompt_logprobs = 0
+        return submit
+
+    @property
+    def keeps_journals(self) -> bool:
+        """Whether a copy has its tokens."""
+        assert self._submit is not None
+        params = self._submit.sampling_params
+        # Log probabilities are too many to be sent twice, and a call that resumes needs all of them: they are computed
+        # anew, with the tokens.
+        return not (params.HasField("logprobs") or params.HasField("prompt_logprobs"))
+
+    def _continued(self, slot: int, now: float) -> pb.Submit:
+        """Return its Submit with what the client has."""
         assert self._submit is not None
         submit = pb.Submit()
         # A copy: the message that was sent before may still wait to be serialized.
@@ -224,10 +271,6 @@ class PendingRequest:
                 submit.journals.append(journal)
             elif sample_index in given:
                 submit.journals.append(given[sample_index])
-        if submit.journals:
-            submit.take_over = False  # what the client has must not come again
-        self._num_tokens_sent = self._num_tokens()
-        self._forget_unless_kept()
         return submit
 
     def lost(
@@ -243,7 +286,7 @@ class PendingRequest:
         because of a frame that no output processor may send."""
         self.refused_by.clear()
         self.unknown_to.clear()
-        self.sought_until = 0.0
+        self.sought_until, self.seeks_copy = 0.0, False
         self.is_accepted = True
         made_progress = self._num_tokens() > self._num_tokens_sent
         self.debt.failed(cause, made_progress=made_progress)

@@ -125,7 +125,7 @@ class PooledOutputs:
         """Return 0: nothing is generated."""
         return 0
 
-    def journal(self, index: int, sample_index: int) -> output_processor_pb2.SampleJournal:
+    def journal(self, index: int, sample_index: int, start: int = 0) -> output_processor_pb2.SampleJournal:
         """Return nothing: another output processor begins the prompt anew."""
         return output_processor_pb2.SampleJournal()
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tokenloom.request import errors, logprob_columns, packed_ids, wire_errors
 from tokenloom.services.runtime.liveness import LivenessTimer
-from tokenloom.services.runtime.peers.hello import PACKED_IDS, check_hello
+from tokenloom.services.runtime.peers.hello import JOURNAL_COPIES, PACKED_IDS, check_hello
 from tokenloom.services.runtime.streams.slotted_stream import (
     MAX_WRONG_FRAMES,
     ClientStream,
@@ -105,6 +105,8 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         was_wrong: Whether it has ended because of a frame that no output processor may send.
         num_wrong: What came that no output processor may send: once it costs the request alone that it is of.
         takes_packed_ids: Whether the output processor reads packed prompts, once it has said hello.
+        keeps_copies: Whether it keeps copies of requests that others run.
+        has_ended: Whether the stream is gone.
     """
 
     def __init__(self, owner: StreamOwner, is_needed: Callable[[], bool] = lambda: True) -> None:
@@ -113,14 +115,14 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         self._owner = owner
         self._is_needed = is_needed
         self._unused = LivenessTimer()
-        self._ended = False
-        self.leaving = self.was_silent = self.was_wrong = self.takes_packed_ids = False
+        self.has_ended = False
+        self.leaving = self.was_silent = self.was_wrong = self.takes_packed_ids = self.keeps_copies = False
         self.num_wrong = 0
         self.incarnation: Incarnation = ("", 0)
 
     def submit(self, request: PendingRequest, *, again: bool = False) -> int:
         """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
-        assert not self._ended
+        assert not self.has_ended
         slot = self._take_slot(request)
         submit = request.again(slot, now=asyncio.get_running_loop().time()) if again else request.first(slot)
         if not self.takes_packed_ids and submit.prompt.packed_token_ids:
@@ -129,30 +131,39 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         for journal in submit.journals:
             num_bytes += 4 * len(journal.token_ids)
         self._message_after(num_bytes).submit.append(submit)
-        request.withdraw = partial(self.cancel, slot)
+        request.withdraw, request.runner = partial(self.cancel, slot), self
         return slot
 
     def seek(self, request: PendingRequest) -> int:
         """Ask for a request that the output processor may have, and return its slot."""
-        assert not self._ended
+        assert not self.has_ended
         slot = self._take_slot(request)
         self._message_after(ends_only=True).resume.append(request.resume(slot))
-        request.withdraw = partial(self.cancel, slot)
+        request.withdraw, request.runner = partial(self.cancel, slot), self
         return slot
 
     def cancel(self, slot: int) -> None:
         """End a request if it is live; no more output reaches its collector."""
-        if self.slots.pop(slot, None) is not None and not self._ended:
+        if self.slots.pop(slot, None) is not None and not self.has_ended:
             self._message().cancel_slots.append(slot)
 
     def withdraw(self, request_id: str, tenant: str) -> None:
         """End a request that has no slot here, if the output processor has it."""
-        if not self._ended:
+        if not self.has_ended:
             self._message().withdraw.add(request_id=request_id, tenant=tenant)
+
+    def copies(self, num_bytes: int = 0) -> pb.JournalCopies:
+        """Return the copies of the next message, with room for so much of another one."""
+        return self._message_after(num_bytes).journal_copies
+
+    @property
+    def owes_copies(self) -> bool:
+        """Whether what came of copied requests waits to be sent."""
+        return any(message.journal_copies.outputs for message in self._outbox)
 
     def end(self) -> list[PendingRequest]:
         """Detach all requests and return them: the stream is gone, and its late frames reach no collector."""
-        self._ended = True
+        self.has_ended = True
         return self.detach()
 
     def _look(self) -> None:
@@ -398,6 +409,7 @@ class OutputLink:
         self.mark = hashlib.blake2s(frame.hello.peer_id.encode(), digest_size=MARK_DIGITS // 2).hexdigest()
         stream.leaving, stream.incarnation = frame.leaving, (self.address, frame.hello.epoch)
         stream.takes_packed_ids = PACKED_IDS in frame.hello.features
+        stream.keeps_copies = JOURNAL_COPIES in frame.hello.features
         if self.is_left and stream.incarnation not in self._wrong:
             self._wrong.clear()  # it was restarted
             self._set_left(False)

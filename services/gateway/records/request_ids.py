@@ -34,6 +34,11 @@ def id_of_key(tenant: str, key: str) -> str:
     return hashlib.blake2b(key.encode(), key=hashlib.sha256(tenant.encode()).digest(), digest_size=digits).hexdigest()
 
 
+def seed_of(request_id: str) -> int:
+    """Return the seed of a request whose client has chosen none: 64 bits of a digest of its id."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), key=b"seed", digest_size=8).digest(), "little")
+
+
 MAX_KEY_LENGTH = 255
 
 

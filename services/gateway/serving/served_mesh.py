@@ -113,6 +113,7 @@ async def connect(
         host.channels,
         max_kept_bytes=settings.max_kept_prompt_bytes,
         on_moved=metrics.moved.inc,
+        copies_journals=settings.journal_copies > 1,
     )
     needs_engines = not settings.ready_without_engines
     health = MeshHealth(tokenizers, outputs, view, host.fall_backs, needs_engines=needs_engines)

@@ -9,7 +9,7 @@ from tokenloom.process.plugins import check_named, plugged
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import PARSERS
 from tokenloom.request.tool_format import TOOL_PARSERS
-from tokenloom.services.runtime.addresses import parse, parse_member
+from tokenloom.services.runtime.addresses import DNS, parse, parse_member
 from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
 from tokenloom.services.runtime.host.service_settings import Address, Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
@@ -241,6 +241,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of prompts kept while their requests run; a prompt beyond them is not kept, and its request ends with a "
         "retryable error if its output processor is lost.",
     ] = 1 << 30
+    journal_copies: Annotated[
+        Annotated[int, Meta(ge=1, le=2)],
+        "Output processors that have a request which its client can resume, with its tokens so far: 1: the one that "
+        "runs it; 2: a second one too, on another host if there is one, so that the client can resume after this "
+        "gateway and the first one are lost together. Give all gateways of a mesh the same.",
+    ] = 1
     max_queue_seconds: Annotated[
         Annotated[float, Meta(gt=0)],
         "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
@@ -334,6 +340,13 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
             check_named(self.plugins, fronts=name)
         if self.internal_listen and self.certificate is None:
             raise ValueError("--internal-listen needs --tls-ca, --tls-cert and --tls-key: its clients are peers")
+        if self.journal_copies > 1 and len(self.output_processors) == 1:
+            (only,) = self.output_processors
+            if not only.startswith(DNS):
+                raise ValueError(
+                    "--journal-copies 2 needs two output processors (tokenloom serve --output-processors 2): there is "
+                    f"only {only}"
+                )
         if self.meshes is not None and not self.served_model_name:
             raise ValueError("--meshes needs --served-model-name: requests name the model")
         if self.page_kills is not None and not (self.page and parse(self.http_listen).is_local):

@@ -1,13 +1,15 @@
-"""Keeps requests that can be resumed: those whose gateway was lost, and for a while those that have ended."""
+"""Keeps requests that can be resumed: those whose gateway was lost, for a while those that have ended, and copies of
+those that other output processors run."""
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit, Reservation
 from tokenloom.services.runtime.tasks import Tasks
-from tokenloom.v1.output_processor_pb2 import Resume, Submit
+from tokenloom.v1.output_processor_pb2 import JournalCopies, Resume, SampleJournal, Submit
 
 Peer: TypeAlias = tuple[str, int]
 """A gateway's name and epoch."""
@@ -58,11 +60,17 @@ class KeptRequests(Generic[R]):
     connects again, because it submits its requests itself; one that it had resumed, a few seconds later. A request that
     has ended without an error is forgotten after ``seconds``, or when more recent ones fill ``max_bytes``. The limit of
     live requests bounds those that run.
+
+    Attributes:
+        copies: Those of requests that other output processors run.
     """
 
-    def __init__(self, on_failure: Callable[[BaseException], None], seconds: float, max_bytes: int) -> None:
-        """``on_failure``: gets the error of a task that fails."""
+    def __init__(
+        self, on_failure: Callable[[BaseException], None], seconds: float, max_bytes: int, max_copied_bytes: int = 0
+    ) -> None:
+        """``on_failure``: gets the error of a task that fails. ``max_copied_bytes``: room for copies."""
         self.tasks = Tasks(on_failure)
+        self.copies = CopiedRequests(seconds, max_copied_bytes)
         self._seconds = seconds
         self._max_bytes = max_bytes
         self._bytes = AdmissionLimit(max_bytes)
@@ -94,13 +102,8 @@ class KeptRequests(Generic[R]):
 
         Raises ``BodyChanged`` if it began with another body, ``InvalidArgument`` if it has another number of samples.
         """
-        if (request := self.known(wanted.request_id, wanted.tenant)) is None:
-            return None
-        if wanted.fingerprint and wanted.fingerprint != request.fingerprint:
-            raise errors.BodyChanged("The body differs from the body that this request was begun with.")
-        if request.num_samples != max(wanted.num_samples, 1):
-            message = f"The request has {request.num_samples} samples, not {max(wanted.num_samples, 1)}."
-            raise errors.InvalidArgument(message, "num_samples")
+        if (request := self.known(wanted.request_id, wanted.tenant)) is not None:
+            _check_same(wanted, request.fingerprint, request.num_samples)
         return request
 
     def known(self, request_id: str, tenant: str) -> R | None:
@@ -110,6 +113,7 @@ class KeptRequests(Generic[R]):
 
     def withdraw(self, request_id: str, tenant: str) -> None:
         """End a request that its client does not want any more, and forget it. Nothing happens if it is not known."""
+        self.copies.withdraw(request_id, tenant)
         request = self._by_id.get(request_id)
         if request is None or request.tenant != tenant:
             return
@@ -185,6 +189,7 @@ class KeptRequests(Generic[R]):
             self._forget(request_id)
         if self._purge_timer is not None:
             self._purge_timer.cancel()
+        self.copies.close()
         await self.tasks.close()
 
     def _keep(self, request: R, peer: Peer, seconds: float) -> None:
@@ -215,3 +220,200 @@ class KeptRequests(Generic[R]):
         _, reservation, _ = self._ended.pop(request_id)
         reservation.release()
         del self._by_id[request_id]
+
+
+def _check_same(wanted: Resume | Submit, fingerprint: bytes, num_samples: int) -> None:
+    """Raise ``BodyChanged`` if a request began with another body than the one that is wanted, and ``InvalidArgument``
+    if it has another number of samples."""
+    if wanted.fingerprint and wanted.fingerprint != fingerprint:
+        raise errors.BodyChanged("The body differs from the body that this request was begun with.")
+    if num_samples != max(wanted.num_samples, 1):
+        message = f"The request has {num_samples} samples, not {max(wanted.num_samples, 1)}."
+        raise errors.InvalidArgument(message, "num_samples")
+
+
+_COPY_BYTES = 2048
+"""Memory of the objects of a copy."""
+_TOKEN_BYTES = 4
+
+
+class CopiedRequest:
+    """Holds a copy of a request that another output processor runs, and what its gateway had of the output.
+
+    Attributes:
+        submit: What continues it.
+        number: On the stream of its gateway.
+        numbers: The copies of that stream by their numbers.
+        num_bytes: Bytes of memory that it takes, about.
+        lost_by: The gateway whose stream has ended; None: it lives, and has the request.
+        lost_at: When the stream ended, in seconds of the event loop's clock.
+    """
+
+    __slots__ = ("_until", "lost_at", "lost_by", "num_bytes", "number", "numbers", "submit")
+
+    def __init__(self, submit: Submit, numbers: "dict[int, CopiedRequest]", now: float) -> None:
+        """``submit``: with the number as its slot. ``now``: in seconds, when its timeout begins."""
+        self.submit = submit
+        self.number = submit.slot
+        self.numbers = numbers
+        self.num_bytes = _COPY_BYTES + submit.ByteSize()
+        self.lost_by: Peer | None = None
+        self.lost_at = 0.0
+        self._until = now + submit.timeout.ToNanoseconds() / 1e9 if submit.HasField("timeout") else None
+
+    def add(self, news: Iterable[SampleJournal]) -> int:
+        """Add what came of its output, and return the bytes by which it has grown."""
+        journals = {journal.sample_index: journal for journal in self.submit.journals}
+        num_bytes = 0
+        for new in news:
+            journal = journals.get(new.sample_index)
+            if journal is None:
+                journal = self.submit.journals.add(sample_index=new.sample_index)
+            journal.token_ids.extend(new.token_ids)
+            num_bytes += _TOKEN_BYTES * len(new.token_ids)
+            if new.weights or new.numerics:
+                journal.weights[:] = new.weights
+                journal.numerics, journal.mixed_numerics = new.numerics, new.mixed_numerics
+            if new.finished:
+                journal.finished = True
+                journal.end.CopyFrom(new.end)
+                num_bytes += new.end.ByteSize()
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def continued(self, now: float) -> Submit:
+        """Return what runs it here, with the time that it has left. All of its text is made again."""
+        submit = self.submit
+        submit.take_over = False
+        for journal in submit.journals:
+            journal.emitted_text_bytes = 0
+        if self._until is not None:
+            submit.timeout.FromNanoseconds(max(round((self._until - now) * 1e9), 0))
+        return submit
+
+
+class CopiedRequests:
+    """Keeps copies of requests that other output processors run (``JournalCopies``), within ``max_bytes``.
+
+    While the stream of its gateway lives, a copy is kept and not used: the gateway has the request, and places it again
+    if the output processor that runs it is lost. After the end of the stream a copy is kept for ``seconds``.
+
+    Attributes:
+        num_copies: How many are kept.
+        num_bytes: Bytes of memory that all of them take, about.
+        count: Called with what became of a copy that was not ended by its gateway: ``resumed``, ``expired``, or
+            ``dropped`` because there was no room.
+    """
+
+    def __init__(self, seconds: float, max_bytes: int) -> None:
+        self.num_copies = self.num_bytes = 0
+        self.count: Callable[[str], object] = str
+        self._seconds = seconds
+        self._max_bytes = max_bytes
+        self._of_tenants: dict[str, dict[str, CopiedRequest]] = {}  # by id, the newest last; bounded by the bytes
+        self._tenant_bytes: Counter[str] = Counter()
+        self._numbers: dict[object, dict[int, CopiedRequest]] = {}  # by stream
+        self._timers: dict[float, asyncio.TimerHandle] = {}  # by the times at which streams ended, within the seconds
+
+    def receive(self, stream: object, copies: JournalCopies) -> None:
+        """Take what a gateway sends on a stream."""
+        for each in copies.withdrawn:
+            self.withdraw(each.request_id, each.tenant)
+        numbers = self._numbers.setdefault(stream, {})
+        now = asyncio.get_running_loop().time()
+        for begun in copies.begun:
+            submit = Submit()
+            submit.CopyFrom(begun)  # the message would keep all copies that came with it
+            self.withdraw(submit.request_id, submit.tenant)
+            self._add(CopiedRequest(submit, numbers, now))
+        for output in copies.outputs:
+            if (copy := numbers.get(output.copy)) is not None:
+                self._charge(copy.submit.tenant, copy.add(output.journals))
+        self._make_room()
+        for number in copies.ended:
+            if (copy := numbers.get(number)) is not None:
+                self._forget(copy)
+
+    def find(self, request_id: str, tenant: str) -> CopiedRequest | None:
+        """Return a copy whose gateway is lost; None: there is none."""
+        copy = self._of_tenants.get(tenant, {}).get(request_id)
+        return None if copy is None or copy.lost_by is None else copy
+
+    def take(self, wanted: Resume) -> Submit | None:
+        """Return what continues a request whose gateway is lost, and forget the copy; None: there is none. Raises as
+        :meth:`KeptRequests.find`."""
+        if (copy := self.find(wanted.request_id, wanted.tenant)) is None:
+            return None
+        _check_same(wanted, copy.submit.fingerprint, copy.submit.num_samples or 1)
+        self._forget(copy)
+        self.count("resumed")
+        return copy.continued(asyncio.get_running_loop().time())
+
+    def withdraw(self, request_id: str, tenant: str) -> None:
+        """Forget the copy of a request. Nothing happens if there is none."""
+        if (copy := self._of_tenants.get(tenant, {}).get(request_id)) is not None:
+            self._forget(copy)
+
+    def connect(self, peer: Peer) -> None:
+        """Forget the copies of a gateway that is back: it sends those of the requests that it still has."""
+        for copy in self._all():
+            if copy.lost_by == peer:
+                self._forget(copy)
+
+    def lose(self, stream: object, peer: Peer) -> None:
+        """Note that the stream of a gateway has ended. Its copies may be used from now on, for a while."""
+        if not (copies := self._numbers.pop(stream, None)):
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for copy in copies.values():
+            copy.lost_by, copy.lost_at = peer, now
+        if now not in self._timers:
+            self._timers[now] = loop.call_later(self._seconds, self._expire, now)
+
+    def close(self) -> None:
+        """Forget all copies."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for copy in self._all():
+            self._forget(copy)
+
+    def _expire(self, lost_at: float) -> None:
+        """Forget the copies of streams that ended at this time, and have not been used."""
+        del self._timers[lost_at]
+        for copy in self._all():
+            if copy.lost_by is not None and copy.lost_at <= lost_at:
+                self._forget(copy)
+                self.count("expired")
+
+    def _all(self) -> list[CopiedRequest]:
+        return [copy for copies in self._of_tenants.values() for copy in copies.values()]
+
+    def _add(self, copy: CopiedRequest) -> None:
+        self.num_copies += 1
+        copy.numbers[copy.number] = copy
+        self._of_tenants.setdefault(copy.submit.tenant, {})[copy.submit.request_id] = copy
+        self._charge(copy.submit.tenant, copy.num_bytes)
+
+    def _charge(self, tenant: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._tenant_bytes[tenant] += num_bytes
+
+    def _make_room(self) -> None:
+        """Drop the newest copies of the tenant that has most bytes, until the rest fits."""
+        # The tenant with most: whoever fills the room takes it from itself. Its newest: the older ones have more output
+        # that would have to be computed again.
+        while self.num_bytes > self._max_bytes:
+            tenant = max(self._tenant_bytes, key=lambda name: self._tenant_bytes[name])
+            self._forget(next(reversed(self._of_tenants[tenant].values())))
+            self.count("dropped")
+
+    def _forget(self, copy: CopiedRequest) -> None:
+        tenant = copy.submit.tenant
+        self.num_copies -= 1
+        copy.numbers.pop(copy.number, None)
+        of_tenant = self._of_tenants[tenant]
+        del of_tenant[copy.submit.request_id]
+        self._charge(tenant, -copy.num_bytes)
+        if not of_tenant:
+            del self._of_tenants[tenant], self._tenant_bytes[tenant]

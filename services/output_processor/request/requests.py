@@ -16,6 +16,7 @@ from tokenloom.services.runtime.telemetry.tracing import Tracer
 from tokenloom.v1.output_processor_pb2 import (
     RecallResponse,
     RequestFinished,
+    Resume,
     SampleJournal,
     SamplePosition,
     Submit,
@@ -122,20 +123,11 @@ class SampleGroup:
         return len(self._outputs) == self.num_samples and all(output.can_repeat for output in self._outputs)
 
     def recall(self, *, with_prompt: bool) -> RecallResponse:
-        """Return what it was begun with. ``with_prompt``: the tokens too, without embeddings, which may be larger than
-        a message."""
-        submit, has_gateway = self._submit, self.on_taken is not _ignore
-        tokens = None
-        if with_prompt:
-            prompt = submit.prompt
-            tokens = Prompt(token_ids=prompt.token_ids, packed_token_ids=prompt.packed_token_ids)
-        return RecallResponse(
-            recipe=submit.recipe,
-            fingerprint=submit.fingerprint,
-            prompt=tokens,
-            is_attended=has_gateway and not self.is_over,
-            num_counted=len(self._outputs[0].token_ids) if has_gateway else 0,
-        )
+        """Return what it was begun with. ``with_prompt``: as of :func:`recalled`."""
+        response, has_gateway = recalled(self._submit, with_prompt=with_prompt), self.on_taken is not _ignore
+        response.is_attended = has_gateway and not self.is_over
+        response.num_counted = len(self._outputs[0].token_ids) if has_gateway else 0
+        return response
 
     @property
     def num_bytes(self) -> int:
@@ -255,6 +247,14 @@ def _ignore(_: object) -> None:
     """Do nothing."""
 
 
+def recalled(submit: Submit, *, with_prompt: bool) -> RecallResponse:
+    """Return what a request that no gateway has was begun with. ``with_prompt``: the tokens too, without embeddings,
+    which may be larger than a message."""
+    prompt = submit.prompt
+    tokens = Prompt(token_ids=prompt.token_ids, packed_token_ids=prompt.packed_token_ids) if with_prompt else None
+    return RecallResponse(recipe=submit.recipe, fingerprint=submit.fingerprint, prompt=tokens)
+
+
 def params_of_later(submit: Submit, index: int) -> SamplingParams:
     """Return the parameters of a sample after the first: its own seed, and no log probabilities of the prompt."""
     params = SamplingParams()
@@ -320,7 +320,7 @@ class LiveRequestLimit:
     def take(self, submit: Submit, num_samples: int) -> Reservation:
         """Count a request of which so many samples run. :meth:`check` has decided. Each sample that ends releases one;
         with the last of them the memory of the prompt is given back too."""
-        num_bytes = prompt_bytes(submit)
+        num_bytes = prompt_bytes(submit) if num_samples else 0
         self.num_live += num_samples
         self.num_bytes += num_bytes
         num_left = num_samples
@@ -438,13 +438,44 @@ class Requests:
             raise errors.InvalidArgument("kv_transfer is of one sample", "kv_transfer")
         self._limit.check(submit)
         self._placer.budget.add_request()
-        count = submit.num_samples or 1
-        journals = _journals(submit, count) if submit.journals else {}
+        journals = _journals(submit) if submit.journals else {}
+        if sum(journal.finished for journal in journals.values()) == (submit.num_samples or 1):
+            raise errors.InvalidArgument("the journals say that every sample has ended", "journals")
+        return self._make(submit, journals, outbox, tasks, on_end)
+
+    def revive(self, wanted: Resume) -> SampleGroup | None:
+        """Start a request of a lost gateway and a lost output processor from its copy, without a stream; return None if
+        there is no copy. Raises as :meth:`KeptRequests.find`, and ``InvalidArgument`` for a copy that is of no request.
+        """
+        if (submit := self.kept.copies.take(wanted)) is None:
+            return None
+        # It was admitted where it was lost: refused here for the number of those that run, nobody else could continue
+        # it with the same seed and the tokens that its client has.
+        self._placer.budget.add_request()
+        group = self._make(submit, _journals(submit), NOWHERE, self.kept.tasks, _ignore)
+        if group.is_over:  # its client may not have all of it
+            self.kept.ended(group)
+            return group
+        try:
+            group.start()
+        except Exception as error:  # as for a new request: it is known now
+            group.fail(error)
+        return group
+
+    def _make(
+        self,
+        submit: Submit,
+        journals: dict[int, SampleJournal],
+        outbox: Outbox,
+        tasks: Tasks,
+        on_end: Callable[[int], object],
+    ) -> SampleGroup:
+        """Make a request. ``journals``: what is known of its samples, by their numbers."""
         recorder = self.recorder if self.recorder is not None and self.recorder.takes(submit) else None
         words, ends, clock = self._vocabulary, self._eos_token_ids, self._clock
         samples: list[SampleOutput] = []
         ended: list[SampleOutput] = []
-        for index in range(count):
+        for index in range(submit.num_samples or 1):
             journal = journals.get(index)
             if journal is not None and journal.finished:
                 # Kept for a call that resumes the request, which may have nothing of it.
@@ -461,7 +492,8 @@ class Requests:
                 )
                 samples.append(sample)
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
-        self._idle.clear()
+        if samples:
+            self._idle.clear()
         live = self._limit.take(submit, len(samples))
         try:
             owner = self.kept.tasks if submit.fingerprint else tasks
@@ -502,12 +534,10 @@ class Requests:
             self._idle.set()
 
 
-def _journals(submit: Submit, count: int) -> dict[int, SampleJournal]:
-    """Return the journals by sample. Raises ``InvalidArgument`` unless each is of another of ``count`` samples, and at
-    least one sample is left to run."""
+def _journals(submit: Submit) -> dict[int, SampleJournal]:
+    """Return the journals by sample. Raises ``InvalidArgument`` unless each is of another sample of the request."""
+    count = submit.num_samples or 1
     journals = {journal.sample_index: journal for journal in submit.journals}
-    if len(journals) < len(submit.journals) or max(journals) >= count:
+    if len(journals) < len(submit.journals) or max(journals, default=0) >= count:
         raise errors.InvalidArgument(f"the journals must be of different samples, below {count}", "journals")
-    if sum(journal.finished for journal in journals.values()) == count:
-        raise errors.InvalidArgument("the journals say that every sample has ended", "journals")
     return journals

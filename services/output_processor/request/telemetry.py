@@ -14,6 +14,8 @@ from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import Fingerprint, FinishReason
 
+from .kept_requests import CopiedRequests
+
 Outcome: TypeAlias = Literal["equal", "different", "dropped", "unfit"]
 """What has become of a request that was to be computed again. ``unfit``: no other engine is sure to compute the same
 tokens; ``dropped``: none had time."""
@@ -24,6 +26,7 @@ class OutputProcessorMetrics:
 
     def __init__(self, registry: CollectorRegistry, num_live: Callable[[], int], num_links: Callable[[], int]) -> None:
         name = "tokenloom_output_processor_"
+        self._registry = registry
         live = Gauge(name + "requests_live", "Requests that have not ended.", registry=registry)
         live.set_function(num_live)
         engines = Gauge(name + "engine_streams", "Open streams to engines.", registry=registry)
@@ -68,6 +71,28 @@ class OutputProcessorMetrics:
         self._detokenize = Counter(
             name + "detokenize_seconds", "Seconds spent on turning tokens into text.", registry=registry
         )
+
+    def show_copies(self, copies: CopiedRequests) -> None:
+        """Show the copies of requests that other output processors run, and what becomes of them."""
+        held = Gauge(
+            "tokenloom_output_processor_journal_copies",
+            "Copies of requests that other output processors run (--journal-copies).",
+            registry=self._registry,
+        )
+        held.set_function(lambda: copies.num_copies)
+        num_bytes = Gauge(
+            "tokenloom_output_processor_journal_copy_bytes", "Memory of these copies.", registry=self._registry
+        )
+        num_bytes.set_function(lambda: copies.num_bytes)
+        ended = Counter(
+            "tokenloom_output_processor_journal_copies_used",
+            "Copies that outlived their gateway and were resumed or expired, and copies that were dropped for lack of "
+            "room (--max-copied-bytes), by what became of them.",
+            ["outcome"],
+            registry=self._registry,
+        )
+        of_outcomes = {outcome: ended.labels(outcome) for outcome in ("resumed", "expired", "dropped")}
+        copies.count = lambda outcome: of_outcomes[outcome].inc()
 
     def recorded(self, is_written: bool) -> None:
         """Count a request that ended where requests are recorded; from any thread."""

@@ -29,7 +29,8 @@ PACKED_IDS = "packed_token_ids"
 """Names the feature of a hello whose sender reads ``Prompt.packed_token_ids``."""
 LIVE_MOVES = "live_moves"
 """Names the feature of a hello whose sender moves running requests from engine to engine (``KVGrant.moves``)."""
-
+JOURNAL_COPIES = "journal_copies"
+"""Names the feature of a hello whose sender, an output processor, keeps ``ProcessInput.journal_copies``."""
 QUARANTINE = "quarantine"
 """Names the feature of a hello whose sender, an engine, ends when its tokens are wrong (``EngineInput.quarantine``)."""
 

@@ -7,8 +7,13 @@ import pytest
 
 from tests.loop_clock import pass_time, settle
 from tokenloom.request import errors
-from tokenloom.services.output_processor.request.kept_requests import DRAIN_SECONDS, RETURNED_SECONDS, KeptRequests
-from tokenloom.v1.output_processor_pb2 import Resume
+from tokenloom.services.output_processor.request.kept_requests import (
+    DRAIN_SECONDS,
+    RETURNED_SECONDS,
+    CopiedRequests,
+    KeptRequests,
+)
+from tokenloom.v1.output_processor_pb2 import CopiedOutput, JournalCopies, Resume, SampleJournal, Submit
 
 SECONDS = 60.0
 PEER = "gateway-0", 1
@@ -224,3 +229,81 @@ async def test_nothing_is_kept_for_no_time() -> None:
     assert not kept.lose(request, PEER)
     request.end()
     assert find(kept) is None
+
+
+COPY_BYTES = 3000
+"""Of a copy with a recipe of 900 bytes, about."""
+
+
+def copies_with_room(num: int) -> tuple[CopiedRequests, list[str]]:
+    """Room for so many copies, and what became of those that were not ended."""
+    copies, outcomes = CopiedRequests(SECONDS, num * COPY_BYTES), list[str]()
+    copies.count = outcomes.append
+    return copies, outcomes
+
+
+def copy_of(request_id: str, tenant: str, number: int = 1, **fields: object) -> JournalCopies:
+    submit = Submit(slot=number, request_id=request_id, tenant=tenant, fingerprint=b"body", recipe=bytes(900), **fields)  # type: ignore[arg-type]
+    return JournalCopies(begun=[submit])
+
+
+def found(copies: CopiedRequests, *ids: tuple[str, str]) -> list[str]:
+    return [request_id for request_id, tenant in ids if copies.find(request_id, tenant) is not None]
+
+
+async def test_a_tenant_that_fills_the_room_for_copies_takes_it_from_itself() -> None:
+    copies, outcomes = copies_with_room(4)
+    stream = object()
+    for number, request_id in enumerate(("a", "b", "c", "d", "e", "f")):
+        copies.receive(stream, copy_of(request_id, "many", number))
+    copies.receive(stream, copy_of("z", "one", 9))
+    assert copies.num_bytes <= 4 * COPY_BYTES
+    copies.lose(stream, PEER)
+    kept = found(copies, *((each, "many") for each in "abcdef"), ("z", "one"))
+    assert kept == ["a", "b", "c", "z"], "the newest of the tenant with most are dropped"
+    assert outcomes == ["dropped"] * 3
+    assert copies.num_copies == 4
+
+
+async def test_tokens_that_come_later_take_room_too() -> None:
+    copies, outcomes = copies_with_room(3)
+    stream = object()
+    copies.receive(stream, copy_of("a", "someone", 1))
+    copies.receive(stream, copy_of("b", "someone", 2))
+    news = CopiedOutput(copy=1, journals=[SampleJournal(token_ids=range(1000))])
+    copies.receive(stream, JournalCopies(outputs=[news]))
+    copies.lose(stream, PEER)
+    assert found(copies, ("a", "someone"), ("b", "someone")) == ["a"]
+    copies.withdraw("a", "someone")
+    assert (copies.num_copies, copies.num_bytes, outcomes) == (0, 0, ["dropped"])
+
+
+async def test_copies_expire_after_the_loss_of_their_gateway() -> None:
+    copies, outcomes = copies_with_room(4)
+    first, second = object(), object()
+    copies.receive(first, copy_of("a", "someone"))
+    copies.receive(second, copy_of("b", "someone"))
+    pass_time(2 * SECONDS)
+    await settle()
+    assert copies.num_copies == 2, "as long as their gateways live"
+    copies.lose(first, PEER)
+    pass_time(SECONDS / 2)
+    copies.lose(second, ("gateway-1", 1))
+    pass_time(SECONDS / 2 + 1)
+    await settle()
+    assert found(copies, ("a", "someone"), ("b", "someone")) == ["b"]
+    pass_time(SECONDS / 2)
+    await settle()
+    assert (copies.num_copies, copies.num_bytes, outcomes) == (0, 0, ["expired", "expired"])
+
+
+async def test_a_copy_keeps_its_deadline() -> None:
+    copies, _ = copies_with_room(4)
+    stream, begun = object(), copy_of("a", "someone")
+    begun.begun[0].timeout.FromSeconds(20)
+    copies.receive(stream, begun)
+    pass_time(12.5)
+    copies.lose(stream, PEER)
+    submit = copies.take(Resume(request_id="a", tenant="someone"))
+    assert submit is not None
+    assert 7 < submit.timeout.ToMilliseconds() / 1000 <= 7.5

@@ -108,7 +108,8 @@ class InferenceServicer:
         """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
         does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
         (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
-        output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+        output processor was lost together with its gateway and there was no copy; send it again with Generate. A call that still streams the answer
+        ends with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

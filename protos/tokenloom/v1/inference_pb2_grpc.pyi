@@ -45,7 +45,8 @@ class InferenceStub:
     """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
     does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
     (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
-    output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+    output processor was lost together with its gateway and there was no copy; send it again with Generate. A call that still streams the answer
+    ends with ABORTED.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.InferenceCancelRequest, _inference_pb2.InferenceCancelResponse]
     """Ends a request that can be resumed, at once. A gateway cannot distinguish a cancelled call from a lost connection, so it keeps such a request
@@ -97,7 +98,8 @@ class InferenceAsyncStub(InferenceStub):
     """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
     does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
     (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
-    output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+    output processor was lost together with its gateway and there was no copy; send it again with Generate. A call that still streams the answer
+    ends with ABORTED.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.InferenceCancelRequest, _inference_pb2.InferenceCancelResponse]  # type: ignore[assignment]
     """Ends a request that can be resumed, at once. A gateway cannot distinguish a cancelled call from a lost connection, so it keeps such a request
@@ -158,7 +160,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
         does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
         (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
-        output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+        output processor was lost together with its gateway and there was no copy; send it again with Generate. A call that still streams the answer
+        ends with ABORTED.
         """
 
     @_abc_1.abstractmethod

@@ -49,10 +49,11 @@ class JournalCopies:
     waits to be sent is bounded: new tokens wait in their collectors while an output processor reads nothing.
     """
 
-    def __init__(self, links: Sequence[OutputLink], fall_backs: FallBacks) -> None:
-        """``links``: to all output processors; others add to it and take away."""
+    def __init__(self, links: Sequence[OutputLink], fall_backs: FallBacks, model: str) -> None:
+        """``links``: to all output processors; others add to it and take away. ``model``: of this mesh."""
         self._links = links
         self._fall_backs = fall_backs
+        self._model = model
         self._copies: dict[PendingRequest, _Copy | None] = {}  # bounded by the requests that the gateway admits
         self._has_any = asyncio.Event()
         self._last_number = 0
@@ -77,7 +78,7 @@ class JournalCopies:
             copy.holder.copies().ended.append(copy.number)
         if not self._copies:
             self._has_any.clear()
-            self._fall_backs.end(_FALL_BACK)
+            self._fall_backs.end(_FALL_BACK, self._model)
 
     async def run(self) -> None:
         """Send what is new, again and again, until cancelled."""
@@ -97,9 +98,9 @@ class JournalCopies:
             if number % _LOOKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         if num_single:
-            self._fall_backs.begin(_FALL_BACK, "no second output processor is connected")
+            self._fall_backs.begin(_FALL_BACK, "no second output processor is connected", self._model)
         else:
-            self._fall_backs.end(_FALL_BACK)
+            self._fall_backs.end(_FALL_BACK, self._model)
 
     def _update(self, request: PendingRequest, behind: Sequence[ProcessStream]) -> bool:
         """Bring the copy of a request up to date. Return False if no output processor can keep one."""

@@ -133,7 +133,7 @@ class OutputPool:
         if self._copies_journals:
             from .journal_copies import JournalCopies  # here: most gateways keep no copies
 
-            self._copies = JournalCopies(self._links, host.fall_backs)
+            self._copies = JournalCopies(self._links, host.fall_backs, fingerprint.model)
             host.spawn(self._copies.run(), name="copies of requests")
         host.spawn(self._members.watch(joined), name="output processors")
         host.spawn(self._place_waiting(), name="requests without an output processor")

@@ -32,7 +32,7 @@ class Gateway:
         for number, link in enumerate(self.links):
             link.mark = f"{number + 1:08x}"
             self.connect(number)
-        self.copies = self.pool._copies = JournalCopies(self.pool._links, self.fall_backs)
+        self.copies = self.pool._copies = JournalCopies(self.pool._links, self.fall_backs, "demo")
 
     def connect(self, number: int) -> ProcessStream:
         link = self.links[number]

@@ -15,7 +15,7 @@ from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.generation.charge import KEPT_SECONDS
 from tokenloom.services.gateway.grpc.inference_request import read_resumption
-from tokenloom.services.gateway.records.request_ids import id_of_key
+from tokenloom.services.gateway.records.request_ids import id_of_key, seed_of
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import inference_pb2
 
@@ -302,3 +302,23 @@ async def test_a_position_that_no_answer_has_makes_no_later_one_free(mesh: FakeM
     mesh.outputs.auto = ("one",)
     await http.post(PATH, content=WHOLE, headers={**JSON, "Idempotency-Key": "k"})
     assert await charged(http) == "4.0"
+
+
+async def test_a_request_without_a_seed_has_that_of_its_id(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    """The gateway that continues it draws the same: drawn anew, the rest would be that of another answer."""
+    seeds = dict[str, set[int]]()
+    for headers in ({}, {}, {"Last-Event-ID": "0"}, {"Idempotency-Key": "k"}, {"Idempotency-Key": "k"}):
+        answer = asyncio.create_task(http.post(PATH, content=BODY, headers={**JSON, **headers}))
+        request = await mesh.outputs.next_request()
+        seeds.setdefault(str(headers), set()).add(request.submit.sampling_params.seed)
+        assert (request.submit.sampling_params.seed == seed_of(request.submit.request_id)) == bool(headers)
+        request.answer("one")
+        await answer
+    assert [len(each) for each in seeds.values()] == [2, 1, 1]
+    chosen = asyncio.create_task(
+        http.post(PATH, content=BODY.replace(b"{", b'{"seed": 7, ', 1), headers={**JSON, "Idempotency-Key": "other"})
+    )
+    request = await mesh.outputs.next_request()
+    assert request.submit.sampling_params.seed == 7
+    request.answer("one")
+    await chosen

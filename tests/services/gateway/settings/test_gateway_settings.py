@@ -27,6 +27,8 @@ def test_settings_from_flags() -> None:
         ["--page-kills", "/control.sock", "--http-listen", "0.0.0.0:8000", "--insecure"],
         ["--page-kills", "/control.sock", "--http-listen", "host.example:8000", "--insecure"],
         ["--page-kills", "/control.sock", "--no-page"],
+        ["--journal-copies", "2"],  # with one output processor
+        ["--journal-copies", "3", "--output-processors", "unix:/b,unix:/c,unix:/d"],
     ],
 )
 def test_bad_settings(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +37,13 @@ def test_bad_settings(flags: list[str], capsys: pytest.CaptureFixture[str]) -> N
         GatewaySettings.load([*argv, *flags])
     assert caught.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("processors", ["unix:/b,unix:/c", "dns:///processors:7000"])
+def test_copies_of_journals_need_two_output_processors(processors: str) -> None:
+    """A name may stand for several."""
+    argv = ["--tokenizers", "unix:/a", "--output-processors", processors, "--coordinator", "unix:/c"]
+    assert GatewaySettings.load([*argv, "--journal-copies", "2"]).journal_copies == 2
 
 
 def test_a_page_of_this_machine_alone_may_kill_engines() -> None:

@@ -169,6 +169,8 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         self._requests.kept.attached(group)
         if not group.is_over:
             self._begin(slot, group)
+            if not group.has_tokens:
+                self._outbox.found(slot)
 
     def _begin(self, slot: int, group: SampleGroup | PooledRequest) -> None:
         if not self._live:

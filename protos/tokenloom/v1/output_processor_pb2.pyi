@@ -247,7 +247,7 @@ class SamplePosition(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., emitted_text_bytes: _Optional[int] = ...) -> None: ...
 
 class ProcessFrame(_message.Message):
-    __slots__ = ("hello", "slot", "text", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "engine_death_slots", "sample_index", "leaving", "pooled", "weights")
+    __slots__ = ("hello", "slot", "text", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "engine_death_slots", "sample_index", "leaving", "pooled", "weights", "found_slots")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +261,7 @@ class ProcessFrame(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_SLOTS_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     slot: _containers.RepeatedScalarFieldContainer[int]
     text: _containers.RepeatedScalarFieldContainer[str]
@@ -274,7 +275,8 @@ class ProcessFrame(_message.Message):
     leaving: bool
     pooled: _containers.RepeatedCompositeFieldContainer[_types_pb2.Pooled]
     weights: _containers.RepeatedCompositeFieldContainer[SampleWeights]
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., slot: _Optional[_Iterable[int]] = ..., text: _Optional[_Iterable[str]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[RequestFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotTextLogprobs, _Mapping]]] = ..., engine_death_slots: _Optional[_Iterable[int]] = ..., sample_index: _Optional[_Iterable[int]] = ..., leaving: _Optional[bool] = ..., pooled: _Optional[_Iterable[_Union[_types_pb2.Pooled, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[SampleWeights, _Mapping]]] = ...) -> None: ...
+    found_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., slot: _Optional[_Iterable[int]] = ..., text: _Optional[_Iterable[str]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[RequestFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotTextLogprobs, _Mapping]]] = ..., engine_death_slots: _Optional[_Iterable[int]] = ..., sample_index: _Optional[_Iterable[int]] = ..., leaving: _Optional[bool] = ..., pooled: _Optional[_Iterable[_Union[_types_pb2.Pooled, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[SampleWeights, _Mapping]]] = ..., found_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleWeights(_message.Message):
     __slots__ = ("slot", "sample_index", "weights", "numerics", "mixed_numerics")

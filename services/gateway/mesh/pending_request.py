@@ -194,6 +194,12 @@ class PendingRequest:
         """Whether the request is to be resumed, and the output processor that has it has sent nothing yet."""
         return bool(self.sought_until) and not self._num_tokens()
 
+    def found(self) -> None:
+        """Note that an output processor has it, although nothing of its output came yet. If that one is lost, it begins
+        again with what is here, instead of being sought where it is no more."""
+        if self._submit is not None:
+            self.sought_until, self.seeks_copy = 0.0, False
+
     def resume(self, slot: int) -> pb.Resume:
         """Return what to send to an output processor that may have the request. All output is sent again: the parsers
         of an answer need its beginning."""

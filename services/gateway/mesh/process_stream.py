@@ -209,7 +209,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
                     self._drop(slot, target, wrong)
             start = end
         self._deal_ends(frame)
-        if rows or frame.finished or frame.logprobs or frame.pooled:  # heartbeats need no credit
+        if rows or frame.finished or frame.logprobs or frame.pooled or frame.found_slots:  # heartbeats need no credit
             self._grant()
 
     def _deal_ends(self, frame: pb.ProcessFrame) -> None:
@@ -220,6 +220,9 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
                     target.collector.put_pooled(target.first_index, part)
                 except WrongFrame as wrong:
                     self._drop(part.slot, target, wrong)
+        for slot in frame.found_slots:
+            if (request := self.slots.get(slot)) is not None:
+                request.found()
         for slot in frame.engine_death_slots:
             if (request := self.slots.get(slot)) is not None:
                 request.engine_deaths += 1

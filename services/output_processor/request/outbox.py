@@ -27,9 +27,11 @@ class Outbox:
         self._finished: list[RequestFinished] = []
         self._engine_deaths: list[int] = []
         self._weights: list[SampleWeights] = []
+        self._found: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self._rows or self._finished or self._engine_deaths or self._logprobs or self._pooled)
+        is_filled = self._rows or self._finished or self._engine_deaths or self._logprobs or self._pooled or self._found
+        return bool(is_filled)
 
     def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
         """Add new text and tokens of a sample; they follow what was added before."""
@@ -75,6 +77,11 @@ class Outbox:
         self._engine_deaths.append(slot)
         self._on_output()
 
+    def found(self, slot: int) -> None:
+        """Report that a request was found to be resumed, of which there is no token yet."""
+        self._found.append(slot)
+        self._on_output()
+
     def take(self) -> ProcessFrame:
         """Return what was collected as one frame; results that would make it too large are left for the next one."""
         rows = self._rows
@@ -96,6 +103,9 @@ class Outbox:
         self._rows, self._logprobs, self._finished, self._engine_deaths, self._weights = {}, [], [], [], []
         if self._pooled:
             self._take_pooled(frame)
+        if self._found:
+            frame.found_slots.extend(self._found)
+            self._found = []
         return frame
 
     def _take_pooled(self, frame: ProcessFrame) -> None:

@@ -112,6 +112,11 @@ class SampleGroup:
         return self._num_live == 0
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether there is any output."""
+        return any(output.token_ids for output in self._outputs)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all samples have ended as the client asked: with no error, and not cancelled."""
         ends = [output.finished for output in self._outputs]

@@ -258,6 +258,21 @@ async def test_a_live_request_is_taken_over(mesh: Mesh) -> None:
     assert (await new.until_finished(5))[2].completion_tokens == len(ids)
 
 
+async def test_a_request_without_a_token_is_found_at_once(mesh: Mesh) -> None:
+    gateway = await mesh.gateway(peer_id="lost")
+    stream, (slot,) = await mesh.started(gateway, kept())
+    gateway.close()
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume(4)])
+    assert list((await other.next_frame()).found_slots) == [4]
+    stream.send((slot, 0, mesh.ids("a")))
+    assert list((await other.next_frame()).slot) == [4]
+    third = await mesh.gateway(peer_id="third")
+    await third.send(resume=[resume(2)])
+    frame = await third.next_frame()
+    assert (list(frame.slot), list(frame.found_slots)) == ([2], []), "its tokens say it"
+
+
 async def test_what_cannot_be_resumed_is_aborted_with_its_stream(mesh: Mesh) -> None:
     stream, slot = await lost(mesh, submit(1, tenant="someone"), mesh.ids("a"))
     assert list((await stream.next_input()).abort_slots) == [slot]

@@ -31,7 +31,7 @@ from tokenloom.v1.output_processor_pb2 import (
     RequestFinished,
     Submit,
 )
-from tokenloom.v1.types_pb2 import Hello
+from tokenloom.v1.types_pb2 import Hello, Prompt
 
 REQUEST_ID = "ab" * 20
 
@@ -86,9 +86,9 @@ async def test_one_that_comes_back_while_its_channel_closes_is_not_lost(monkeypa
     assert pool._links == []
 
 
-def a_pool(num_output_processors: int) -> OutputPool:
+def a_pool(num_output_processors: int, max_kept_bytes: int = 1) -> OutputPool:
     members = PeerMembers([f"unix:/none/{number}.sock" for number in range(num_output_processors)], size=2)
-    pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
+    pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=max_kept_bytes, on_moved=lambda: None)  # type: ignore[arg-type]
     members.move(ReplicaPosition(0, num_output_processors))
     return pool
 
@@ -138,8 +138,9 @@ async def test_a_scrape_counts_while_streams_end() -> None:
 class Search:
     """A request that is to be resumed, and two output processors; the first one is asked first."""
 
-    def __init__(self) -> None:
-        self.pool = a_pool(2)
+    def __init__(self, max_kept_bytes: int = 1, **fields: Any) -> None:
+        """``fields``: more of what would begin it."""
+        self.pool = a_pool(2, max_kept_bytes)
         links = [OutputLink(f"unix:{number}", Hello(), self.pool) for number in range(2)]
         for number, link in enumerate(links):
             link.mark = f"{number:08x}"
@@ -148,7 +149,7 @@ class Search:
         for link in links:
             link.stream = ProcessStream(self.pool)
         self.collector = Collector(1)
-        self.pool.resume(Submit(request_id=REQUEST_ID, tenant="a"), self.collector, 0)
+        self.pool.resume(Submit(request_id=REQUEST_ID, tenant="a", **fields), self.collector, 0)
 
     def is_asked(self, number: int) -> bool:
         stream = self.links[number].stream
@@ -190,6 +191,30 @@ async def test_a_request_is_sought_as_long_as_one_that_was_cut_off_keeps_it() ->
     assert not search.collector.failed
     search.connect(0)
     assert search.is_asked(0)
+
+
+async def test_a_request_that_was_found_begins_again_when_its_output_processor_is_lost() -> None:
+    """It had no token yet, and was sought where it was no more: its client got 404."""
+    search = Search(max_kept_bytes=100)
+    stream = search.links[0].stream
+    assert stream is not None
+    (slot,) = stream.slots
+    for _ in stream.receive(ProcessFrame(found_slots=[slot, slot + 1])):
+        pass
+    search.lose(0)
+    (request,) = search.pool._waiting
+    assert not search.is_asked(1)
+    assert request.can_begin
+
+
+async def test_a_request_that_was_found_is_sought_again_without_its_prompt() -> None:
+    search = Search(max_kept_bytes=1, prompt=Prompt(token_ids=[1, 2]))
+    stream = search.links[0].stream
+    assert stream is not None
+    for _ in stream.receive(ProcessFrame(found_slots=list(stream.slots))):
+        pass
+    search.lose(0)
+    assert search.is_asked(1)
 
 
 async def test_the_search_ends_when_nothing_has_changed_for_a_while() -> None:

@@ -1,10 +1,18 @@
-"""Keeps one part running: starts it, watches its health, and restarts it when it ends."""
+"""Keeps one part running: starts it, follows what it says of itself, and restarts it when it ends."""
 
 import asyncio
 import contextlib
 import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from . import part_health
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
+from tokenloom.services.runtime.peers.channels import open_channel
+
 from .output import LineCopier
 from .part_spec import PartFailed, PartSpec
 from .process import Process
@@ -143,7 +151,7 @@ class SupervisedPart:
         backoff = FIRST_BACKOFF
         while True:
             try:
-                await part_health.follow(self.spec.state_file, pid, self._take)
+                await follow(self.spec.state_file, pid, self._take)
             except Exception as error:
                 self._report(False)
                 reason = f"its health cannot be read ({describe(error)}); trying again in {backoff:.1f} s"
@@ -232,3 +240,50 @@ class Predecessors:
         finally:
             process.kill_group()  # also the processes that it left
             del self._ends[process]
+
+
+_LOOK_SECONDS = 5.0
+"""How often the file is read without a notice: a part without a descriptor for it sends none."""
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+async def follow(state_file: Path, pid: int, report: Callable[[PartReport], None]) -> None:
+    """Report what a process writes into its state file, now and at each change, until cancelled.
+
+    Raises ``OSError`` if the system has no descriptor for that.
+    """
+    # Not by calls of gRPC, whose runtime would take eight threads of the supervisor.
+    with _notices(state_file) as notices:
+        loop = asyncio.get_running_loop()
+        while True:
+            state = read_part_state(state_file)
+            if state is not None and state.pid == pid:
+                report(state)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await loop.sock_recv(notices, 1)
+
+
+@contextlib.contextmanager
+def _notices(state_file: Path) -> Iterator[socket.socket]:
+    """Open the socket that gets an empty datagram whenever the state file has changed."""
+    path = state_file.with_suffix(CHANGED_SUFFIX)
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+        notices.setblocking(False)
+        notices.bind(str(path))
+        try:
+            yield notices
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def is_serving(address: str, timeout: float = 1.0) -> bool:
+    """Return whether the part is SERVING; a part that does not answer within `timeout` seconds is not."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(response.status == _SERVING)

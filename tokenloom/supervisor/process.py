@@ -10,13 +10,13 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 
+from tokenloom.process import launch
+from tokenloom.process.forked_process import PYTHON_MODULE, ForkedProcess, can_fork, fork_part
 from tokenloom.process.memory import forget_start
 from tokenloom.process.uncollected_imports import uncollected_imports
 
 from .decided import WITHHELD
-from .forked_process import PYTHON_MODULE, ForkedProcess, can_fork, fork_part
 from .output import LineCopier
 from .part_spec import PartSpec
 
@@ -30,7 +30,6 @@ _DEFAULTS = {
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener,-event_engine_callback_cq",
 }
 """Defaults that the user's environment overrides."""
-_LAUNCH = str(Path(__file__).with_name("launch.py"))
 
 
 class Process:
@@ -45,7 +44,7 @@ class Process:
         """Start the part's command; its output goes to `output`."""
         # The launcher has the kernel kill the part with the supervisor and then executes the command; isolated and
         # without site packages it takes the least time to start.
-        launcher = (sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()))
+        launcher = (sys.executable, "-I", "-S", launch.__file__, str(os.getpid()))
         descriptor = output.open(spec.name)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -65,7 +64,7 @@ class Process:
     @classmethod
     def fork(cls, spec: PartSpec, output: int) -> "Process":
         """Run the part's module in a fork; its output goes to the descriptor `output`. Raises `OSError`."""
-        return cls(fork_part(spec, _environment(spec), output))
+        return cls(fork_part(spec.command, _environment(spec), output, spec.descriptors))
 
     async def wait(self) -> int:
         """Wait for the end and return the exit status; negative: the signal that ended the process."""

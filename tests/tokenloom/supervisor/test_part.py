@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
-from tokenloom.supervisor import part_health
+from tokenloom.supervisor import part as part_module
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part import SupervisedPart, describe_exit
 from tokenloom.supervisor.part_spec import PartFailed, PartSpec
@@ -265,7 +265,7 @@ async def test_a_part_whose_health_cannot_be_read_runs_on(
     make_spec: MakeSpec, output: LineCopier, printed: Printed, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     """A state file or a socket that fails is a fault of ours, not of the part."""
-    scarce = ScarceDescriptors(monkeypatch, part_health, "_notices", failures=2)
+    scarce = ScarceDescriptors(monkeypatch, part_module, "_notices", failures=2)
     scarce.exhaust()
     part = SupervisedPart(make_spec(), output)
     async with kept(part) as keeper:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tokenloom.supervisor.part_health import is_serving
+from tokenloom.supervisor.part import is_serving
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, PartReport, read_part_state
 
 PREFIX = "tokenloom_placement_"

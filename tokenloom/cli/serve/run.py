@@ -156,7 +156,7 @@ def _fetched(name: str, listed: ListedModel) -> str:
 @contextlib.contextmanager
 def _served(arguments: Sequence[str]) -> Iterator[str]:
     """Yield the URL of a mesh that ends with the block. Raises ``CommandFailed`` if it does not start."""
-    from tokenloom.supervisor import launch
+    from tokenloom.process import launch
 
     # In a process of its own: there Ctrl-C stops a mesh, and here it stops an answer. The launcher has the kernel kill
     # it with this process.

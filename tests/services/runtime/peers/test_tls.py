@@ -17,7 +17,7 @@ from tokenloom.services.runtime.peers.certificate import wait_for_files
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles, dns_name, service_of
 from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS
 from tokenloom.supervisor.certificates import make_certificates
-from tokenloom.supervisor.part_health import is_serving
+from tokenloom.supervisor.part import is_serving
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, TextIO
 
 from .launch import die_with_parent
-from .part_spec import PartSpec
 
 PYTHON_MODULE = (sys.executable, "-m")
 """How the command of a part begins that can be forked."""
@@ -67,13 +66,16 @@ class ForkedProcess:
         os.kill(self.pid, number)
 
 
-def fork_part(spec: PartSpec, environment: Mapping[str, str], output: int) -> ForkedProcess:
+def fork_part(
+    command: Sequence[str], environment: Mapping[str, str], output: int, descriptors: Sequence[int] = ()
+) -> ForkedProcess:
     """Run the module of a part's command in a fork of this process, which must fulfil :func:`can_fork`.
 
     Args:
-        spec: Its command begins with :data:`PYTHON_MODULE`, followed by the module and its flags.
+        command: It begins with :data:`PYTHON_MODULE`, followed by the module and its flags.
         environment: All variables of the child.
         output: The descriptor for its standard output and error.
+        descriptors: Those of this process that the child keeps, under the same numbers.
 
     Raises ``OSError`` if the kernel makes no process.
     """
@@ -84,7 +86,7 @@ def fork_part(spec: PartSpec, environment: Mapping[str, str], output: int) -> Fo
     with _interrupts_wait() as mask:  # so that Ctrl-C does not raise in the child before it catches everything
         pid = os.fork()
         if not pid:
-            _end(_run(spec, environment, output, supervisor, mask))
+            end(_run(command, environment, output, descriptors, supervisor, mask))
         with contextlib.suppress(OSError):  # the child does the same: whichever is first
             os.setpgid(pid, pid)
     return ForkedProcess(pid)
@@ -101,21 +103,38 @@ def _interrupts_wait() -> Iterator[set[signal.Signals | int]]:
 
 
 def _run(
-    spec: PartSpec, environment: Mapping[str, str], output: int, supervisor: int, mask: Iterable[signal.Signals | int]
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: int,
+    descriptors: Sequence[int],
+    supervisor: int,
+    mask: Iterable[signal.Signals | int],
 ) -> int:
     """Become the part. Returns the exit status."""
     try:
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         die_with_parent(supervisor)
-        _take_streams(output)
-        _close_all_but(spec.descriptors)
+        take_streams(output)
+        close_all_but(descriptors)
+    except SystemExit as end:
+        return _status_of(end.code)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return become(command, environment)
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the module of a command, which begins with :data:`PYTHON_MODULE`, as the program of this process, and return
+    the exit status. ``environment``: all variables."""
+    try:
         # In the child, and not on a command line: secrets of a part then stand in no /proc/PID/environ, which shows
         # what the supervisor was started with.
         os.environ.clear()
         os.environ.update(environment)
-        show_command_line(spec.command)
-        module, *flags = spec.command[len(PYTHON_MODULE) :]
+        show_command_line(command)
+        module, *flags = command[len(PYTHON_MODULE) :]
         sys.argv = [module, *flags]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -133,7 +152,7 @@ def _status_of(code: object) -> int:
     return 1
 
 
-def _end(status: int) -> NoReturn:
+def end(status: int) -> NoReturn:
     """End the child as an interpreter does, but without the exit handlers of the supervisor."""
     # A part that has ended must not stay: the supervisor would wait for it, neither serving nor failing.
     late = threading.Timer(_END_SECONDS, os._exit, (status & 0xFF,))
@@ -147,7 +166,8 @@ def _end(status: int) -> NoReturn:
         os._exit(status & 0xFF)
 
 
-def _take_streams(output: int) -> None:
+def take_streams(output: int) -> None:
+    """Let standard output and error go to a descriptor; standard input has nothing."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
@@ -160,14 +180,16 @@ def _unbuffered(descriptor: int) -> TextIO:
     return io.TextIOWrapper(binary, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
-def _close_all_but(kept: tuple[int, ...]) -> None:
+def close_all_but(kept: Sequence[int], *, inheritable: bool = True) -> None:
+    """Close the descriptors of this process but the standard streams and those that are ``kept``; programs that it
+    executes get these if they are ``inheritable``."""
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         if number > 2 and number not in kept:
             with contextlib.suppress(OSError):  # the one that lists them has been closed
                 os.close(number)
     for number in kept:
-        os.set_inheritable(number, True)
+        os.set_inheritable(number, inheritable)
 
 
 async def _ended(pid: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tokenloom.supervisor import forked_process
+from tokenloom.process import forked_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's processes are forked")
 
@@ -41,7 +41,7 @@ if behaviour == "executor":
     ThreadPoolExecutor(1).submit(print, "work is done").result()
     sys.exit(2)
 if behaviour == "stuck":
-    from tokenloom.supervisor import forked_process
+    from tokenloom.process import forked_process
     forked_process._END_SECONDS = 0.01
     threading.Thread(target=threading.Event().wait).start()
     sys.exit(2)
@@ -166,7 +166,7 @@ def test_a_part_is_killed_with_the_supervisor(tmp_path: Path) -> None:
 
 def test_a_process_with_threads_is_not_forked() -> None:
     code = (
-        "import threading; from tokenloom.supervisor.forked_process import can_fork; before = can_fork(); "
+        "import threading; from tokenloom.process.forked_process import can_fork; before = can_fork(); "
         "end = threading.Event(); thread = threading.Thread(target=end.wait); thread.start(); "
         "print(before, can_fork()); end.set()"
     )
@@ -181,7 +181,7 @@ def test_grpc_that_watches_for_forks_prevents_them(monkeypatch: pytest.MonkeyPat
 def test_what_parts_share_is_imported_without_a_thread() -> None:
     code = (
         "import tokenloom.cli.serve.serving, tokenloom.services.runtime.host.service; "
-        "from tokenloom.supervisor.forked_process import can_fork; print(can_fork())"
+        "from tokenloom.process.forked_process import can_fork; print(can_fork())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
 
@@ -198,7 +198,7 @@ async def test_the_end_is_seen_without_a_free_descriptor(monkeypatch: pytest.Mon
 
 def test_where_the_kernel_takes_no_other_memory_the_first_command_is_written_over() -> None:
     code = (
-        "import os, sys; os.environ = dict(os.environ); from tokenloom.supervisor import forked_process; "
+        "import os, sys; os.environ = dict(os.environ); from tokenloom.process import forked_process; "
         "forked_process._PR_SET_MM = -1; forked_process.show_command_line(['python', '-m', 'a_part', 'x' * 100_000]); "
         "sys.stdout.write(open('/proc/self/cmdline').read())"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
 from tokenloom.services.runtime.host.host import StateFile
-from tokenloom.supervisor.part_health import follow
+from tokenloom.supervisor.part import follow
 from tokenloom.supervisor.state_dir import PartReport
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

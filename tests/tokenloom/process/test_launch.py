@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tokenloom.supervisor import launch
+from tokenloom.process import launch
 
 PARENT = """
 import os, subprocess, sys

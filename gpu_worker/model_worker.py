@@ -63,7 +63,9 @@ from .speculation.drafting import Drafting
 from .step_recordings import StepRecordings, make_recorded_steps
 from .warm_up import (
     DRAWN,
+    FEW_ROWS,
     LargestStep,
+    WarmUpNotes,
     decode_batches,
     free_rows,
     is_small_step,
@@ -132,6 +134,7 @@ class ModelWorker:
         self._max_model_len = 0
         self._layers: PoolLayers | None = None
         self._largest: LargestStep | None = None  # set once it was computed
+        self._notes: WarmUpNotes | None = None
         self._num_states = 0  # slots for states, beside that of dummy steps
 
     def load_model(self) -> ModelInfo:
@@ -283,7 +286,7 @@ class ModelWorker:
         """Return what memory remains for KV, next to weights and a step's activations, if engines share the host."""
         # The step in all layers was most of a start: 1.5 s of CPU for the demo model instead of 0.9, minutes for
         # billions of weights. Each layer frees its activations before the next, so a few show the same peak.
-        self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
+        self._largest = self._largest_step(largest_step(self._config.scheduler, self._max_model_len))
         adapters = 0 if self._loras is None else self._loras.reserved_bytes()
         beside = self._largest.activation_bytes + adapters + self._graph_bytes()
         return self._platform.kv_memory(beside, self._num_sharing)
@@ -307,20 +310,24 @@ class ModelWorker:
         self._max_model_len = kv_cache.max_model_len
         if self._largest is None:
             lengths = largest_step(scheduler, kv_cache.max_model_len)
-            self._largest = self._run_largest_step(within(kv_cache.num_blocks, block_size, lengths))
+            self._largest = self._largest_step(within(kv_cache.num_blocks, block_size, lengths))
         started = time.perf_counter()
         if self._platform.pool_is_on_host:
             forget_start()  # before the steps below, which map again what steps need
         self._num_states = kv_cache.num_state_slots
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
+        if (found := self._warm_up_notes().found) is not None:
+            # First steps of further sizes take hardly longer than later ones.
+            batches = [batch for batch in batches if batch <= FEW_ROWS]
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
             run_decode_steps(self._require_runner(), batches, block_size)
             if not self._platform.pool_is_on_host:
                 self._run_prompts(kv_cache.num_blocks)
         # How many steps it measures depends on their times, and all ranks must compute the same.
         measures = self._config.speculative is not None and self._ranks.place.is_whole
-        num_free = self._free_rows(kv_cache.num_blocks) if measures else 0
+        num_free = found.free_rows if found is not None else self._free_rows(kv_cache.num_blocks) if measures else 0
+        self._warm_up_notes().keep(num_free)
         if self._pool is not None and self._pool.device is None:
             step = scheduler.max_num_batched_tokens // block_size + scheduler.max_num_seqs
             self._pages = PoolPages(self._pool, first_blocks=step * max(1, len(kv_cache.groups)))
@@ -336,6 +343,7 @@ class ModelWorker:
             sampled_rows=batches[-1],
             activation_bytes=self._largest.activation_bytes,
             free_rows=num_free,
+            is_remembered=found is not None,
         )
 
     def _run_prompts(self, num_blocks: int) -> None:
@@ -392,6 +400,18 @@ class ModelWorker:
     def _slots_at(self, num_blocks: int) -> int:
         """Return where the slots lie in the memory of a pool: behind its blocks."""
         return slots_offset(num_blocks * self._config.cache.block_size * self._kv_bytes_per_token)
+
+    def _largest_step(self, lengths: list[int]) -> LargestStep:
+        return self._warm_up_notes().largest_step(lengths, self._run_largest_step)
+
+    def _warm_up_notes(self) -> WarmUpNotes:
+        if self._notes is None:
+            # Steps of several ranks are computed by all of them or by none, and those of a device make what requests
+            # need.
+            keeps = self._config.worker.warm_up_dir and self._platform.pool_is_on_host and self._ranks.place.is_whole
+            folder = Path(self._config.worker.warm_up_dir) if keeps else None
+            self._notes = WarmUpNotes(folder, self._config, self._kv_config)
+        return self._notes
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
         """Compute prompts of these lengths, in a pool of their own, and measure what that takes.

@@ -1,13 +1,19 @@
 """Computes steps of the sizes that will run, so that kernels, layouts and buffers exist before the first request."""
 
 import contextlib
+import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta
+from msgspec.structs import replace
 
-from tokenloom.engine_core.data.config import SchedulerConfig
+from tokenloom.engine_core.data.config import EngineConfig, SchedulerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 from .checkpoint.model_config import ModelConfig
@@ -39,6 +45,73 @@ class LargestStep(NamedTuple):
     activation_bytes: int
     """Memory that it needed in addition to weights and KV blocks."""
     seconds: float
+
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class WarmUpFindings(msgspec.Struct, frozen=True):
+    """What a whole warm-up has measured."""
+
+    num_tokens: _Count
+    activation_bytes: _Count
+    step_seconds: Annotated[float, Meta(ge=0)]
+    free_rows: _Count
+    """As in ``WarmUp``."""
+
+    @property
+    def largest(self) -> LargestStep:
+        return LargestStep(self.num_tokens, self.activation_bytes, self.step_seconds)
+
+
+class WarmUpNotes:
+    """Keeps in a folder what a warm-up has measured, so that the next engine of the same kind need not measure it.
+
+    A file that cannot be read or written is like none: then everything is measured.
+
+    Attributes:
+        found: What such an engine has measured before; None: nothing, or :meth:`largest_step` was not called yet.
+    """
+
+    def __init__(self, folder: Path | None, config: EngineConfig, model: ModelConfig) -> None:
+        """``folder``: None: nothing is kept."""
+        self._folder = folder
+        self._kind = (torch.__version__, torch.get_num_threads(), model, *_deciding(config))
+        self._file = folder
+        self._largest: LargestStep | None = None
+        self.found: WarmUpFindings | None = None
+
+    def largest_step(self, lengths: list[int], measure: Callable[[list[int]], LargestStep]) -> LargestStep:
+        """Return what is known of the largest step, of prompts of these lengths, or what ``measure`` returns."""
+        if self._folder is not None:
+            digest = hashlib.sha256(repr((self._kind, lengths)).encode()).hexdigest()
+            self._file = self._folder / f"{digest[:32]}.json"
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                self.found = msgspec.json.decode(self._file.read_bytes(), type=WarmUpFindings)
+        self._largest = measure(lengths) if self.found is None else self.found.largest
+        return self._largest
+
+    def keep(self, free_rows: int) -> None:
+        """Keep what was measured, with the result of :func:`free_rows`."""
+        if self._folder is None or self._file is None or self._largest is None or self.found is not None:
+            return
+        temporary = self._file.with_suffix(f".{os.getpid()}")  # engines that start together may write the same
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary.write_bytes(msgspec.json.encode(WarmUpFindings(*self._largest, free_rows)))
+            temporary.replace(self._file)
+
+
+def _deciding(config: EngineConfig) -> tuple[object, ...]:
+    """Return the options on which the memory and the time of a step depend."""
+    # Not the place of the model's files: its configuration and these options decide the shapes.
+    worker = replace(config.worker, model="", cpus=(), place_on_host=0, profiler_dir="", warm_up_dir="")
+    cache = (config.cache.block_size, config.cache.dtype, config.cache.num_blocks)
+    return (config.scheduler, worker, cache, config.lora, config.speculative, config.max_model_len, config.plugins)
+
+
+FEW_ROWS = 4
+"""The largest decode step of a warm-up that need not measure anything."""
 
 
 def largest_step(scheduler: SchedulerConfig, max_model_len: int) -> list[int]:

@@ -206,6 +206,11 @@ class WorkerConfig(Struct, frozen=True):
         "Seconds in which all weights in memory are compared once with the checksums that they had when they were "
         "loaded; an engine whose weights have changed ends, and the next process reads them anew. 0: never.",
     ] = 0.0
+    warm_up_dir: Annotated[
+        str,
+        "Folder in which an engine on a CPU keeps what its warm-up has measured, so that a later one with the same "
+        "model and options starts without measuring it; empty: every start measures.",
+    ] = ""
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 

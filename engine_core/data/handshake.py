@@ -47,11 +47,14 @@ class WarmUp(msgspec.Struct, frozen=True):
     """Memory that the largest step needs in addition to weights and KV blocks."""
     free_rows: int = 0
     """Most tokens of a decode step that takes hardly longer than a step of one token; 0: not measured."""
+    is_remembered: bool = False
+    """Whether an engine before this one has computed the largest step and measured its memory, and this one has not."""
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.decode_batches)) or "none"
+        step = "the remembered memory of a prefill step" if self.is_remembered else "a prefill step"
         return (
-            f"{self.seconds:.1f} s, decode steps of {batches} requests, a prefill step of {self.prefill_tokens} tokens "
+            f"{self.seconds:.1f} s, decode steps of {batches} requests, {step} of {self.prefill_tokens} tokens "
             f"with {self.activation_bytes >> 20} MiB of activations, and the sampler for {self.sampled_rows} rows"
             + (f"; steps of up to {self.free_rows} rows take hardly longer than one of 1" if self.free_rows else "")
         )

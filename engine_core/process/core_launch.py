@@ -23,6 +23,7 @@ import zmq
 from msgspec.structs import replace
 
 from tokenloom.process.rendezvous_dir import RendezvousDir
+from tokenloom.process.standby import WaitingChild, take_waiting_child
 
 from ..data.config import EngineConfig
 from ..data.errors import EngineConfigError, EngineStartError, WorkerLostError
@@ -57,7 +58,7 @@ class CoreProcess:
         self._command = list(command)
         # Only this user can connect: its mode is 0700. When both processes are killed, a later start removes it.
         self._directory = RendezvousDir("core")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | WaitingChild | None = None
         self._handshake_address, self.kv_address = (f"ipc://{self._directory.path}/{name}" for name in _SOCKETS)
         self.connection, self._core_end = socket.socketpair()
 
@@ -85,13 +86,8 @@ class CoreProcess:
         with zmq.Context() as context, context.socket(zmq.PAIR) as handshake:
             handshake.linger = 0
             handshake.bind(self._handshake_address)
-            # In a session of its own the process gets no Ctrl-C of the terminal: the parent decides how the core ends.
-            self._process = subprocess.Popen(
-                [*self._command, "--handshake", self._handshake_address],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=[fd for fd in inherited if fd is not None],
-            )
+            command = [*self._command, "--handshake", self._handshake_address]
+            self._process = _spawn(command, [fd for fd in inherited if fd is not None])
             hello = self._receive(handshake)
             assert isinstance(hello, CoreHello), hello
             kv_address = self.kv_address if config.kv.transports else ""
@@ -141,6 +137,18 @@ class CoreProcess:
                 raise EngineConfigError(message.error)
             raise EngineStartError(f"the engine core did not start: {message.error}")
         return message
+
+
+def _spawn(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | WaitingChild:
+    """Run a command that inherits these descriptors: in a child that has imported what it needs, if one waits."""
+    if (child := take_waiting_child()) is not None:
+        try:
+            child.run(command, descriptors)
+            return child
+        except OSError:  # it was killed
+            child.discard()
+    # In a session of its own the process gets no Ctrl-C of the terminal: the parent decides how the core ends.
+    return subprocess.Popen([*command], stdin=subprocess.PIPE, start_new_session=True, pass_fds=descriptors)
 
 
 def remove_sockets(handshake_address: str) -> None:

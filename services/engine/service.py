@@ -14,6 +14,7 @@ from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, Asyn
 from tokenloom.engine_core.data.kv_events import KVCacheEvent
 from tokenloom.model_files import model_path
 from tokenloom.model_files.staged_weights import StagedWeights
+from tokenloom.process.standby import take_waiting_child
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, TryElsewhere
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.host import Host
@@ -93,6 +94,8 @@ async def _start(
         client = client or (_remote_client if settings.remote_vllm else process_client)(settings, str(path))
     except ValueError as error:  # of an option that does not fit the checkpoint
         raise InvalidArgument(str(error)) from error
+    if not isinstance(client, AsyncMPClient) and (child := take_waiting_child()) is not None:
+        await asyncio.to_thread(child.discard)  # there is no core that it could become
     # The stack undoes in reverse: streams end first, then the KV port, and the core last, since both still talk to it.
     undo.push_async_callback(client.close)
     stamps = await asyncio.to_thread(weights_stamps, path, settings.engine.worker)

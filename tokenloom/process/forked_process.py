@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, TextIO
 
 from .launch import die_with_parent
@@ -67,7 +67,11 @@ class ForkedProcess:
 
 
 def fork_part(
-    command: Sequence[str], environment: Mapping[str, str], output: int, descriptors: Sequence[int] = ()
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: int,
+    descriptors: Sequence[int] = (),
+    prepare: Callable[[], None] = lambda: None,
 ) -> ForkedProcess:
     """Run the module of a part's command in a fork of this process, which must fulfil :func:`can_fork`.
 
@@ -76,6 +80,7 @@ def fork_part(
         environment: All variables of the child.
         output: The descriptor for its standard output and error.
         descriptors: Those of this process that the child keeps, under the same numbers.
+        prepare: Called in the child before the module runs.
 
     Raises ``OSError`` if the kernel makes no process.
     """
@@ -86,7 +91,7 @@ def fork_part(
     with _interrupts_wait() as mask:  # so that Ctrl-C does not raise in the child before it catches everything
         pid = os.fork()
         if not pid:
-            end(_run(command, environment, output, descriptors, supervisor, mask))
+            end(_part_from(supervisor, mask, output, descriptors, prepare) or become(command, environment))
         with contextlib.suppress(OSError):  # the child does the same: whichever is first
             os.setpgid(pid, pid)
     return ForkedProcess(pid)
@@ -102,27 +107,27 @@ def _interrupts_wait() -> Iterator[set[signal.Signals | int]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _run(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    output: int,
-    descriptors: Sequence[int],
+def _part_from(
     supervisor: int,
     mask: Iterable[signal.Signals | int],
+    output: int,
+    descriptors: Sequence[int],
+    prepare: Callable[[], None],
 ) -> int:
-    """Become the part. Returns the exit status."""
+    """Take from the child what it has of the supervisor. Returns an exit status, 0 if it may go on."""
     try:
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         die_with_parent(supervisor)
         take_streams(output)
         close_all_but(descriptors)
+        prepare()
     except SystemExit as end:
         return _status_of(end.code)
     except BaseException:
         traceback.print_exc()
         return 1
-    return become(command, environment)
+    return 0
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -13,7 +13,7 @@ DECIDED = frozenset(
         *("served_model_name", "coordinator", "tokenizers", "output_processors", "role", "kv_listen"),
         *("engines_on_host", "place_on_host", "data_parallel_size", "data_parallel_rank", "data_parallel_group"),
         *("data_parallel_address", "tower_threads", "advertise_address", "kv_advertise_address", "drain_timeout"),
-        "page_kills",
+        *("page_kills", "warm_up_dir"),
     }
 )
 """Options of services that `tokenloom serve` does not offer."""

@@ -155,6 +155,10 @@ class MeshOptions(Struct, frozen=True):
     output_processors: Annotated[_Parts, "Output processors."] = 1
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
     coordinators: Annotated[_Parts, "Coordinators: one is active, the others stand by to take its place."] = 1
+    standby: Annotated[
+        bool,
+        "Keep a process that has imported what engines need: theirs are forks of it, and one that ends is back sooner.",
+    ] = False
     host: Annotated[str, "Address that the gateways listen on."] = "127.0.0.1"
     port: Annotated[_Port, "HTTP port of the first gateway; 0: a free one."] = 8000
     grpc_port: Annotated[_Port | None, "Public gRPC port of the first gateway; by default 1000 above --port."] = None
@@ -315,7 +319,7 @@ class _Layout:
         if role != "both" or asked:  # only these exchange KV blocks
             flags += ("--kv-listen", str(Address(path=str(kv_socket))))
         flags += ("--engines-on-host", str(len(self._shares)), "--place-on-host", str(index))
-        flags += ("--num-threads", str(share.threads))
+        flags += ("--num-threads", str(share.threads), "--warm-up-dir", str(self._directory / "warm-ups"))
         if share.cpus:  # of the worker only: the engine's own process answers while the worker computes
             # Bound as a whole, an engine answered from the core on which its worker computes: 520 and 545 tokens/s from
             # a prefill and a decode engine on two cores, and 660 with the worker alone bound.

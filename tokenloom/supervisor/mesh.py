@@ -19,7 +19,7 @@ from .output import LineCopier
 from .part import SupervisedPart
 from .part_spec import PartFailed, PartSpec
 from .ports import held_ports
-from .process import Process, fork_first
+from .process import Process, Starter, fork_first
 from .state_dir import MeshRecord, PartReport, mesh_directory, read_part_state, write_record
 
 KILL_GRACE = 2.0
@@ -39,11 +39,14 @@ class Mesh:
         port: int,
         drain_timeout: float,
         first: Mapping[str, Process] = {},
+        starter: Starter | None = None,
         engines_of: Callable[[int], Sequence[PartSpec]] | None = None,
     ) -> None:
-        """``first``: The processes that run already, by the names of their parts. ``engines_of``: returns the
+        """``first``: The processes that run already, by the names of their parts. ``starter``: starts the others; None:
+        each is a new one. ``engines_of``: returns the
         specifications of so many engines, or raises ``ValueError``; None: their number does not change."""
-        self.parts = [SupervisedPart(spec, output, first.get(spec.name)) for spec in specs]
+        self._start = None if starter is None else starter.start
+        self.parts = [SupervisedPart(spec, output, first.get(spec.name), self._start) for spec in specs]
         self.directory = directory
         self._output = output
         self._port = port
@@ -150,7 +153,7 @@ class Mesh:
         return chosen
 
     async def _add(self, specs: Sequence[PartSpec], place: int, *, serving: bool) -> Sequence[PartSpec]:
-        parts = [SupervisedPart(spec, self._output) for spec in specs]
+        parts = [SupervisedPart(spec, self._output, None, self._start) for spec in specs]
         keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in parts]
         self.parts[place:place] = parts  # beside the other engines, with which they are drained
         self._keepers[place:place] = keepers
@@ -222,8 +225,9 @@ def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> MeshOutcom
     Exceptions of `work` are raised again after every part has ended. Raises `PortTaken` before any part starts.
     """
     with _planned(options, output) as plan:
-        mesh = plan.mesh(fork_first(plan.specs, output))
-        return asyncio.run(supervise(mesh, work))
+        first, starter = fork_first(plan.specs, output, has_standby=options.standby)
+        with contextlib.closing(starter):
+            return asyncio.run(supervise(plan.mesh(first, starter), work))
 
 
 async def run_mesh_in_loop(options: MeshOptions, output: LineCopier, work: Work) -> MeshOutcome:
@@ -249,7 +253,7 @@ class _Plan:
     port: int
     options: MeshOptions
 
-    def mesh(self, first: Mapping[str, Process]) -> Mesh:
+    def mesh(self, first: Mapping[str, Process], starter: Starter | None = None) -> Mesh:
         return Mesh(
             self.specs,
             self.directory,
@@ -257,6 +261,7 @@ class _Plan:
             port=self.port,
             drain_timeout=self.options.drain_timeout,
             first=first,
+            starter=starter,
             engines_of=lambda count: engines_of(self.options, self.directory, count),
         )
 

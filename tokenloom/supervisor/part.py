@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import grpc.aio
@@ -19,7 +19,7 @@ from .process import Process
 from .state_dir import PartReport, read_part_state
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
-"""Seconds between an end and the next start: doubled each time, and reset after a run of `STABLE_SECONDS`."""
+"""Seconds between an end and the next start: doubled each time; none after a run of `STABLE_SECONDS`."""
 STABLE_SECONDS = 10.0
 START_ATTEMPTS = 3
 """A part that never served is given up after this many starts."""
@@ -31,10 +31,17 @@ _POLL_SECONDS = 0.05
 class SupervisedPart:
     """Holds a part and its restarts. :meth:`keep` owns the process; the other methods only send signals."""
 
-    def __init__(self, spec: PartSpec, output: LineCopier, first: Process | None = None) -> None:
-        """``first``: The first process, if it runs already."""
+    def __init__(
+        self,
+        spec: PartSpec,
+        output: LineCopier,
+        first: Process | None = None,
+        start: Callable[[PartSpec], Awaitable[Process]] | None = None,
+    ) -> None:
+        """``first``: The first process, if it runs already. ``start``: starts further ones; None: each is a new one."""
         self.spec = spec
         self._first = first
+        self._new = start or (lambda spec: Process.start(spec, output))
         self.state: PartReport | None = None
         """The state that the running process wrote when it began to listen."""
         self.serving = asyncio.Event()
@@ -74,7 +81,9 @@ class SupervisedPart:
             if not self._ever_served and (status == USAGE_ERROR or self.restarts >= START_ATTEMPTS):
                 raise PartFailed(f"{self.spec.name} did not start ({reason})")
             if asyncio.get_running_loop().time() - started > STABLE_SECONDS:
+                self._output.say(self.spec.name, f"{reason}; {then}")
                 backoff = FIRST_BACKOFF
+                continue
             self._output.say(self.spec.name, f"{reason}; {then} in {backoff:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff)
@@ -143,7 +152,7 @@ class SupervisedPart:
             return first
         for path in (self.spec.state_file, *self.spec.leftovers):
             path.unlink(missing_ok=True)
-        return await Process.start(self.spec if self.restarts else self.spec.first, self._output)
+        return await self._new(self.spec if self.restarts else self.spec.first)
 
     async def _follow(self, pid: int) -> None:
         """Watch what the process says of itself. What keeps the supervisor from reading it, such as a lack of

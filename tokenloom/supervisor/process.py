@@ -1,24 +1,28 @@
 """Runs the process of a part: leader of its process group, killed by the kernel when the supervisor ends.
 
-The first process of each part is a fork of this one; later processes of a part are started anew.
+The first process of each part is a fork of this one. Later ones are forks of a standby, if there is one that has
+imported what the part needs, and are started anew otherwise.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 
 from tokenloom.process import launch
 from tokenloom.process.forked_process import PYTHON_MODULE, ForkedProcess, can_fork, fork_part
-from tokenloom.process.memory import forget_start
+from tokenloom.process.memory import available_memory, forget_start
+from tokenloom.process.standby import NUMBER, READY, fork_standby, make_waiting_child, send_request, taking_orphans
 from tokenloom.process.uncollected_imports import uncollected_imports
 
 from .decided import WITHHELD
 from .output import LineCopier
 from .part_spec import PartSpec
+from .process_tree import children
 
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -64,7 +68,8 @@ class Process:
     @classmethod
     def fork(cls, spec: PartSpec, output: int) -> "Process":
         """Run the part's module in a fork; its output goes to the descriptor `output`. Raises `OSError`."""
-        return cls(fork_part(spec.command, _environment(spec), output, spec.descriptors))
+        prepare = make_waiting_child if _has_child(spec) else _nothing
+        return cls(fork_part(spec.command, _environment(spec), output, spec.descriptors, prepare))
 
     async def wait(self) -> int:
         """Wait for the end and return the exit status; negative: the signal that ended the process."""
@@ -81,11 +86,171 @@ class Process:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def _has_child(spec: PartSpec) -> bool:
+    """Return whether a fork of this part gets a child that becomes a core: it has imported what the part has."""
+    return spec.service == "engine"
+
+
+def _nothing() -> None:
+    """Prepare a part that needs nothing more."""
+
+
 def _environment(spec: PartSpec) -> dict[str, str]:
     withheld = WITHHELD | spec.withheld
     inherited = {name: value for name, value in os.environ.items() if name not in withheld}
     threads = {} if spec.service in ("engine", "encoder") else _ONE_THREAD
     return {**_DEFAULTS, **threads, **inherited, **_ENVIRONMENT, **spec.environment}
+
+
+_STANDBY_ROOM = 1 << 30
+"""A standby of engines takes 100 MB beside what it shares with them; with less free memory than this, the model needs
+it."""
+_IMPORT_SECONDS, _ANSWER_SECONDS = 120.0, 5.0
+"""How long a standby may take to import, and to fork a part: a stopped one must not keep a part from being started."""
+
+
+class StandbyLost(Exception):
+    """A standby forks no more parts; the message says why."""
+
+
+class Standby:
+    """Holds the supervisor's end of a standby (:mod:`tokenloom.process.standby`)."""
+
+    def __init__(self, name: str, pid: int, connection: socket.socket) -> None:
+        """``name``: in the log."""
+        self.name = name
+        self._pid = pid
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._is_ready = False
+        self._becoming_ready = asyncio.Lock()
+
+    async def ready(self) -> None:
+        """Return when it has imported everything. Raises :class:`StandbyLost`."""
+        async with self._becoming_ready:
+            if not self._is_ready:
+                self._is_ready = await self._answer(_IMPORT_SECONDS) == READY
+
+    async def fork(self, spec: PartSpec, output: int) -> Process:
+        """Return a process of a part, which is a child of this one. ``output``: as of :meth:`Process.fork`. One call
+        at a time, after :meth:`ready`.
+
+        Raises :class:`StandbyLost`, and ``OSError`` if the system makes no process or has no descriptor for it.
+        """
+        descriptors = {number: number for number in spec.descriptors}
+        go, gone = os.pipe()
+        try:
+            with taking_orphans():
+                has_child = _has_child(spec)
+                streams = {0: go, 1: output}
+                environment = _environment(spec)
+                try:
+                    request = (spec.command, environment, streams | descriptors)
+                    send_request(self._connection, *request, has_child=has_child)
+                except (ConnectionError, BlockingIOError) as error:
+                    raise StandbyLost(_why(error)) from None
+                pid = await self._answer(_ANSWER_SECONDS)
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+            _check_child(pid)
+            with contextlib.suppress(OSError):  # it does the same: whichever is first
+                os.setpgid(pid, pid)
+            os.write(gone, b"\0")  # until here it waits, and ends if this process gives it up
+            return Process(ForkedProcess(pid))
+        finally:
+            os.close(go)
+            os.close(gone)
+
+    async def _answer(self, seconds: float) -> int:
+        try:
+            async with asyncio.timeout(seconds):
+                data = await asyncio.get_running_loop().sock_recv(self._connection, NUMBER.size)
+        except TimeoutError:
+            raise StandbyLost(f"it did not answer within {seconds:g} s") from None
+        except OSError as error:
+            raise StandbyLost(_why(error)) from None
+        if len(data) != NUMBER.size:
+            raise StandbyLost("it has ended")
+        return int(NUMBER.unpack(data)[0])
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if self._connection.fileno() >= 0:
+            self._connection.close()
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+
+def _why(error: OSError) -> str:
+    return "it has ended" if isinstance(error, ConnectionError) else f"it cannot be asked ({error.strerror})"
+
+
+def _check_child(pid: int) -> None:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        raise StandbyLost("the system gives this process no orphans") from None
+
+
+class Starter:
+    """Starts processes of parts: forks of a standby, or new ones."""
+
+    def __init__(self, output: LineCopier, standbys: Mapping[str, Standby] = {}) -> None:
+        """``standbys``: by the services of which they fork parts."""
+        self._output = output
+        self._standbys = dict(standbys)
+        self._starting = asyncio.Lock()  # so that a child that is not known by then is an orphan
+        self._orphans: set[int] = set()
+
+    async def start(self, spec: PartSpec) -> Process:
+        """Start the process of a part. Raises ``OSError`` if the system makes none."""
+        standby = self._standbys.get(spec.service)
+        try:
+            if standby is not None:
+                await standby.ready()
+            async with self._starting:
+                self._reap()
+                if standby is None or spec.command[: len(PYTHON_MODULE)] != PYTHON_MODULE:
+                    return await Process.start(spec, self._output)
+                return await self._fork(standby, spec)
+        except StandbyLost as error:
+            assert standby is not None
+            self._lose(standby, error)
+        return await self.start(spec)
+
+    async def _fork(self, standby: Standby, spec: PartSpec) -> Process:
+        before, supervisor = set(children(os.getpid())), os.getpid()
+        output = self._output.open(spec.name)
+        try:
+            process = await standby.fork(spec, output)
+        finally:
+            os.close(output)
+        # Other processes whose parents have ended at the same moment are this process's children now.
+        self._orphans |= set(children(supervisor)) - before - {process.pid}
+        return process
+
+    def _reap(self) -> None:
+        for pid in [*self._orphans]:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    continue
+            self._orphans.discard(pid)
+
+    def _lose(self, standby: Standby, error: StandbyLost) -> None:
+        services = [service for service, each in self._standbys.items() if each is standby]
+        for service in services:
+            del self._standbys[service]
+        if services:
+            self._output.say(
+                standby.name, f"{error}; processes of {' and '.join(services)} are started anew from now on"
+            )
+        standby.close()
+
+    def close(self) -> None:
+        """End the standbys."""
+        for standby in set(self._standbys.values()):
+            standby.close()
+        self._reap()
 
 
 _SHARED = (
@@ -98,25 +263,59 @@ _SHARED = (
     "numpy",
 )
 """What several parts import. The first is most of what a coordinator imports."""
+_OF_ENGINES = (
+    "tokenloom.services.engine.service",
+    "tokenloom.services.engine.core.workers",
+    "tokenloom.engine_core.process.core_process",
+    "tokenloom.engine_core.executor.make_executor",
+    "tokenloom.gpu_worker.devices",
+)
+"""What an engine, its core and its worker import besides. The last is torch and the models."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """Else numpy starts a thread for each further core, which waits for products of matrices that only an engine computes,
 in its core."""
 
 
-def fork_first(specs: Sequence[PartSpec], output: LineCopier) -> dict[str, Process]:
-    """Return a process for each part by the part's name, without those that have to be started in the ordinary way."""
+def fork_first(
+    specs: Sequence[PartSpec], output: LineCopier, *, has_standby: bool = False
+) -> tuple[dict[str, Process], Starter]:
+    """Return a process for each part by the part's name, without those that have to be started in the ordinary way,
+    and what starts further ones. ``has_standby``: whether a standby of their own makes the processes of engines."""
     if not can_fork():
-        return {}
+        return {}, Starter(output)
     import_shared()
     processes: dict[str, Process] = {}
     pipes: dict[str, int] = {}
+    if has_standby and (room := available_memory()) < _STANDBY_ROOM:
+        text = f"{room >> 20} MiB of memory are free, of {_STANDBY_ROOM >> 20} that it takes: there is none for engines"
+        output.say("standby-1", text)
+        has_standby = False
+    of_engines = _fork_standby("standby-1", _OF_ENGINES, ("engine",), pipes) if has_standby else {}
     # Engines take longest to start.
     for spec in sorted((each.first for each in specs), key=lambda spec: spec.service != "engine"):
-        if spec.command[: len(PYTHON_MODULE)] == PYTHON_MODULE:
+        if spec.command[: len(PYTHON_MODULE)] == PYTHON_MODULE and spec.service not in of_engines:
             _fork(spec, processes, pipes)
+    # It imports nothing more: it costs a few pages, and what a service imports besides takes a tenth of a second.
+    services = sorted({spec.service for spec in specs} - of_engines.keys())
+    standbys = of_engines | _fork_standby("standby-0", (), services, pipes)
     for name, pipe in pipes.items():  # last, because it starts threads
         output.follow(name, pipe)
-    return processes
+    return processes, Starter(output, standbys)
+
+
+def _fork_standby(
+    name: str, modules: Sequence[str], services: Sequence[str], pipes: dict[str, int]
+) -> dict[str, Standby]:
+    read_end, write_end = os.pipe()
+    try:
+        pid, connection = fork_standby(modules, write_end)
+    except OSError:  # their parts are started in the ordinary way
+        os.close(read_end)
+        return {}
+    finally:
+        os.close(write_end)
+    pipes[name] = read_end
+    return dict.fromkeys(services, Standby(name, pid, connection))
 
 
 def import_shared() -> None:

@@ -16,8 +16,9 @@ HELPERS: Final[Mapping[str, str]] = {
     "decode_worker": "decoder",
     "sound_worker": "decoder",
     "tower_worker": "tower",
+    "standby": "standby",
 }
-"""What each process that a part starts is called, by the last part of its module's name."""
+"""What each process that is no part is called, by the last part of its module's name."""
 HOLDER: Final = "holder"
 """How the processes name themselves that keep a gateway's connections: forks, which show their gateway's command."""
 PROC = Path("/proc")
@@ -32,6 +33,8 @@ class MeshProcess:
     state: str
     """The kernel's letter, ``T`` if it is stopped."""
     depth: int
+    memory: int | None = None
+    """Bytes in memory, of which a page that n processes map counts 1/n for each; None: not known."""
 
 
 def processes_of(mesh: MeshRecord) -> list[MeshProcess]:
@@ -77,10 +80,19 @@ def state(pid: int, proc: Path = PROC) -> str | None:
     return None if letter in "ZX" else letter
 
 
+def memory(pid: int, proc: Path = PROC) -> int | None:
+    """Return the bytes that a process has in memory, as of ``MeshProcess``; None if that is not known."""
+    try:
+        lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
 def _walk(pid: int, name: str, parts: Mapping[int, str], depth: int) -> Iterator[MeshProcess]:
     if (letter := state(pid)) is None:
         return
-    yield MeshProcess(pid, name, letter, depth)
+    yield MeshProcess(pid, name, letter, depth, memory(pid))
     for child in sorted(children(pid)):
         yield from _walk(child, parts.get(child) or _helper(child), parts, depth + 1)
 

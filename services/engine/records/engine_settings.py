@@ -72,7 +72,8 @@ _REMOTE_OPTIONS = frozenset(
     (
         *("model", "max_num_seqs", "max_model_len"),
         "worker",  # beside hash workers, engines have no fingerprint of weights
-        *("num_threads", "cpus", "engines_on_host", "place_on_host"),  # `tokenloom serve` sets them for every engine
+        # `tokenloom serve` sets them for every engine.
+        *("num_threads", "cpus", "engines_on_host", "place_on_host", "warm_up_dir"),
     )
 )
 """Options of a core that an engine may have for which a server of others computes."""

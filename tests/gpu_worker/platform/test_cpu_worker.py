@@ -22,6 +22,7 @@ from tokenloom.process.memory import available_memory
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 
+NEGATIVE = b'{"num_tokens": -1, "activation_bytes": 0, "step_seconds": 0, "free_rows": 0}'
 GREEDY = CoreSamplingParams(max_tokens=4, seed=1, temperature=0.0)
 
 
@@ -194,6 +195,60 @@ def test_warm_up_covers_the_sizes_that_will_run(blocks, context, profiles, decod
     assert report.seconds > 0
     assert str(report).endswith(f"the sampler for {decode[-1]} rows")
     assert not np.frombuffer(worker.kv_pool().memory.buffer, dtype=np.uint8).any(), "no page of the pool is left in use"
+
+
+def warmed_up(monkeypatch, **worker):
+    """Returns the report of a worker's warm-up, and the tokens of the largest step that it computed."""
+    steps = [0]
+    run = ModelRunner.dummy_run
+
+    def note(runner, query_lens, *more):
+        steps.append(sum(query_lens))
+        return run(runner, query_lens, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "dummy_run", note)
+        made = make_worker(scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128), **worker)
+        made.load_model()
+        made.determine_available_memory()
+        report = made.initialize_kv_cache(KVCacheConfig(16, 256))
+    return report, max(steps)
+
+
+def test_a_worker_computes_few_steps_where_one_like_it_has_measured_them(monkeypatch, tmp_path):
+    first, computed = warmed_up(monkeypatch, warm_up_dir=str(tmp_path / "notes"))
+    assert (computed, first.is_remembered) == (128, False)
+    assert "a prefill step of 128 tokens" in str(first)
+    assert len(list((tmp_path / "notes").iterdir())) == 1, "no temporary is left"
+    again, computed = warmed_up(monkeypatch, warm_up_dir=str(tmp_path / "notes"), cpus=(0,))
+    assert (computed, again.is_remembered, again.decode_batches) == (4, True, [1, 2, 4])
+    assert again.activation_bytes == first.activation_bytes
+    assert again.prefill_tokens == first.prefill_tokens
+    assert "the remembered memory of a prefill step of 128 tokens" in str(again)
+
+
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"quantization": "int8-dynamic"}, {"max_model_len": 100}])
+def test_what_other_options_have_measured_does_not_count(monkeypatch, tmp_path, other):
+    warmed_up(monkeypatch, warm_up_dir=str(tmp_path), dtype="float32")
+    report, computed = warmed_up(monkeypatch, warm_up_dir=str(tmp_path), **{"dtype": "float32", **other})
+    assert (computed, report.is_remembered) == (128, False)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", NEGATIVE])
+def test_notes_that_say_nothing_are_measured_again(monkeypatch, tmp_path, content):
+    warmed_up(monkeypatch, warm_up_dir=str(tmp_path))
+    (notes,) = tmp_path.iterdir()
+    notes.write_bytes(content)
+    report, computed = warmed_up(monkeypatch, warm_up_dir=str(tmp_path))
+    assert (computed, report.is_remembered) == (128, False)
+    assert warmed_up(monkeypatch, warm_up_dir=str(tmp_path))[0].is_remembered
+
+
+def test_a_folder_that_cannot_be_made_keeps_nothing(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    report, computed = warmed_up(monkeypatch, warm_up_dir=str(tmp_path / "file" / "notes"))
+    assert (computed, report.is_remembered) == (128, False)
 
 
 def test_one_thread_warms_a_tiny_model_up(monkeypatch):

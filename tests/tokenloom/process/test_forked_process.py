@@ -74,7 +74,7 @@ specs = [
     for index, behaviour in enumerate(behaviours)
 ]
 output = LineCopier(write)
-processes = fork_first(specs, output)
+processes, _ = fork_first(specs, output)
 print("pids", *(process.pid for process in processes.values()), flush=True)
 
 async def wait():

@@ -63,6 +63,19 @@ async def test_a_killed_part_comes_back_at_once(
     assert ("fake-0", "killed by SIGKILL; restarting in 0.1 s") in printed
 
 
+async def test_a_part_that_has_run_for_long_comes_back_without_a_pause(
+    make_spec: MakeSpec, output: LineCopier, printed: Printed, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = SupervisedPart(make_spec(), output)
+    async with kept(part):
+        for words in ("killed by SIGKILL; restarting", "killed by SIGKILL; restarting in 0.1 s"):
+            monkeypatch.setattr(part_module, "STABLE_SECONDS", 600.0 if words.endswith("s") else -1.0)
+            before = await serving_pid(part)
+            os.kill(before, signal.SIGKILL)
+            await eventually(lambda before=before: part.state is not None and part.state.pid != before)  # type: ignore[misc]
+            assert ("fake-0", words) in printed
+
+
 async def test_a_part_that_is_made_to_crash_comes_back(make_spec: MakeSpec, output: LineCopier) -> None:
     part = SupervisedPart(make_spec(), output)
     part.crash()  # before it runs there is nothing to kill

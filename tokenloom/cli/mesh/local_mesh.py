@@ -46,7 +46,9 @@ def _on(port: int | None) -> str:
 def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
     port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
-    tree: Annotated[bool, typer.Option("--tree", help="List every process, below the one that started it.")] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="List every process with its memory, below the one that started it.")
+    ] = False,
     wide: Wide = False,
 ) -> None:
     """List the parts of the newest running mesh of this user: service, index, role, pid, address, health, placement."""
@@ -82,7 +84,8 @@ def _print_tree(mesh: MeshRecord, *, as_json: bool) -> None:
         return
     for process in found:
         stopped = " stopped" if process.state == "T" else ""
-        print(f"{process.pid:>8} {'  ' * process.depth}{process.name}{stopped}")
+        memory = "-" if process.memory is None else f"{process.memory / 1e6:.0f} MB"
+        print(f"{process.pid:>8} {memory:>8} {'  ' * process.depth}{process.name}{stopped}")
 
 
 def _columns(rows: "list[Row]") -> Iterator[Column]:

@@ -17,6 +17,7 @@ from tokenloom.engine_core.data.config import EngineConfig, SchedulerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 from .checkpoint.model_config import ModelConfig
+from .kernels.levels import processor_features
 from .model_runner import ModelRunner
 
 _GREEDY = CoreSamplingParams(max_tokens=1, seed=0, temperature=0.0)
@@ -76,7 +77,8 @@ class WarmUpNotes:
     def __init__(self, folder: Path | None, config: EngineConfig, model: ModelConfig) -> None:
         """``folder``: None: nothing is kept."""
         self._folder = folder
-        self._kind = (torch.__version__, torch.get_num_threads(), model, *_deciding(config))
+        versions = (torch.__version__, sorted(processor_features()))
+        self._kind = (versions, torch.get_num_threads(), model, *_deciding(config))
         self._file = folder
         self._largest: LargestStep | None = None
         self.found: WarmUpFindings | None = None

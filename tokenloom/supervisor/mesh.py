@@ -45,8 +45,8 @@ class Mesh:
         """``first``: The processes that run already, by the names of their parts. ``starter``: starts the others; None:
         each is a new one. ``engines_of``: returns the
         specifications of so many engines, or raises ``ValueError``; None: their number does not change."""
-        self._start = None if starter is None else starter.start
-        self.parts = [SupervisedPart(spec, output, first.get(spec.name), self._start) for spec in specs]
+        self._starter = starter or Starter(output)
+        self.parts = [SupervisedPart(spec, output, first.get(spec.name), self._starter) for spec in specs]
         self.directory = directory
         self._output = output
         self._port = port
@@ -153,7 +153,7 @@ class Mesh:
         return chosen
 
     async def _add(self, specs: Sequence[PartSpec], place: int, *, serving: bool) -> Sequence[PartSpec]:
-        parts = [SupervisedPart(spec, self._output, None, self._start) for spec in specs]
+        parts = [SupervisedPart(spec, self._output, None, self._starter) for spec in specs]
         keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in parts]
         self.parts[place:place] = parts  # beside the other engines, with which they are drained
         self._keepers[place:place] = keepers

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc.aio
@@ -12,10 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
 from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.runtime.tasks import first_of
 
 from .output import LineCopier
 from .part_spec import PartFailed, PartSpec
-from .process import Process
+from .process import Process, Starter
 from .state_dir import PartReport, read_part_state
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
@@ -36,12 +37,13 @@ class SupervisedPart:
         spec: PartSpec,
         output: LineCopier,
         first: Process | None = None,
-        start: Callable[[PartSpec], Awaitable[Process]] | None = None,
+        starter: Starter | None = None,
     ) -> None:
-        """``first``: The first process, if it runs already. ``start``: starts further ones; None: each is a new one."""
+        """``first``: The first process, if it runs already. ``starter``: starts further ones; None: each is a new
+        one."""
         self.spec = spec
         self._first = first
-        self._new = start or (lambda spec: Process.start(spec, output))
+        self._starter = starter or Starter(output)
         self.state: PartReport | None = None
         """The state that the running process wrote when it began to listen."""
         self.serving = asyncio.Event()
@@ -120,7 +122,9 @@ class SupervisedPart:
     async def _run_once(self) -> int | None:
         """Run a process to its end, or until it drains and has left its listening sockets to a successor. Return its
         exit status; None: it drains."""
-        process = self._process = await self._start()
+        if (process := await self._start()) is None:
+            return None  # stopped before there was one
+        self._process = process
         if self._stopping.is_set():  # stopped while it started: it has no requests to drain
             process.kill_group()
         status: int | None = None
@@ -146,13 +150,15 @@ class SupervisedPart:
             self.state = None
             self.spec.state_file.unlink(missing_ok=True)
 
-    async def _start(self) -> Process:
+    async def _start(self) -> Process | None:
         if (first := self._first) is not None:
             self._first = None
             return first
         for path in (self.spec.state_file, *self.spec.leftovers):
             path.unlink(missing_ok=True)
-        return await self._new(self.spec if self.restarts else self.spec.first)
+        spec = self.spec if self.restarts else self.spec.first
+        await first_of(self._starter.ready(spec), self._stopping.wait())
+        return None if self._stopping.is_set() else await self._starter.start(spec)
 
     async def _follow(self, pid: int) -> None:
         """Watch what the process says of itself. What keeps the supervisor from reading it, such as a lack of

@@ -16,6 +16,7 @@ from importlib import import_module
 from tokenloom.process import launch
 from tokenloom.process.forked_process import PYTHON_MODULE, ForkedProcess, can_fork, fork_part
 from tokenloom.process.memory import available_memory, forget_start
+from tokenloom.process.process_guard import is_stopped
 from tokenloom.process.standby import NUMBER, READY, fork_standby, make_waiting_child, send_request, taking_orphans
 from tokenloom.process.uncollected_imports import uncollected_imports
 
@@ -105,8 +106,10 @@ def _environment(spec: PartSpec) -> dict[str, str]:
 _STANDBY_ROOM = 1 << 30
 """A standby of engines takes 100 MB beside what it shares with them; with less free memory than this, the model needs
 it."""
-_IMPORT_SECONDS, _ANSWER_SECONDS = 120.0, 5.0
-"""How long a standby may take to import, and to fork a part: a stopped one must not keep a part from being started."""
+_IMPORT_SECONDS, _ANSWER_SECONDS = 120.0, 30.0
+"""How long a standby may take to import, and to fork a part, on a machine that is busy."""
+_LOOK_SECONDS = 1.0
+"""How often to look whether it is stopped, so that it never answers."""
 
 
 class StandbyLost(Exception):
@@ -162,16 +165,25 @@ class Standby:
             os.close(gone)
 
     async def _answer(self, seconds: float) -> int:
-        try:
-            async with asyncio.timeout(seconds):
-                data = await asyncio.get_running_loop().sock_recv(self._connection, NUMBER.size)
-        except TimeoutError:
-            raise StandbyLost(f"it did not answer within {seconds:g} s") from None
-        except OSError as error:
-            raise StandbyLost(_why(error)) from None
+        until = asyncio.get_running_loop().time() + seconds
+        while (data := self._received()) is None:
+            await _readable(self._connection, _LOOK_SECONDS)
+            if is_stopped(self._pid):
+                raise StandbyLost("it is stopped")
+            if asyncio.get_running_loop().time() > until:
+                raise StandbyLost(f"it has not answered for {seconds:g} s")
         if len(data) != NUMBER.size:
             raise StandbyLost("it has ended")
         return int(NUMBER.unpack(data)[0])
+
+    def _received(self) -> bytes | None:
+        """Return the answer, empty if it has ended; None: there is none yet."""
+        try:
+            return self._connection.recv(NUMBER.size)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise StandbyLost(_why(error)) from None
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -179,6 +191,19 @@ class Standby:
             self._connection.close()
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
+
+
+async def _readable(connection: socket.socket, seconds: float) -> None:
+    """Return when there is something to read, or after so many seconds."""
+    # Not sock_recv, which loses what it has read if the time is over at the same moment.
+    loop = asyncio.get_running_loop()
+    readable, descriptor = asyncio.Event(), connection.fileno()
+    loop.add_reader(descriptor, readable.set)
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(readable.wait(), seconds)
+    finally:
+        loop.remove_reader(descriptor)
 
 
 def _why(error: OSError) -> str:
@@ -202,12 +227,19 @@ class Starter:
         self._starting = asyncio.Lock()  # so that a child that is not known by then is an orphan
         self._orphans: set[int] = set()
 
+    async def ready(self, spec: PartSpec) -> None:
+        """Return when nothing delays the start of a part. It may be cancelled."""
+        if (standby := self._standbys.get(spec.service)) is not None:
+            try:
+                await standby.ready()
+            except StandbyLost as error:
+                self._lose(standby, error)
+
     async def start(self, spec: PartSpec) -> Process:
         """Start the process of a part. Raises ``OSError`` if the system makes none."""
+        await self.ready(spec)
         standby = self._standbys.get(spec.service)
         try:
-            if standby is not None:
-                await standby.ready()
             async with self._starting:
                 self._reap()
                 if standby is None or spec.command[: len(PYTHON_MODULE)] != PYTHON_MODULE:

@@ -134,7 +134,7 @@ KILLED = """
 """
 STOPPED = """
     await standby.ready()
-    process._ANSWER_SECONDS = 0.05
+    process._LOOK_SECONDS = 0.05
     os.kill(standby._pid, signal.SIGSTOP)
     await ended(starter, 0)
 """
@@ -191,7 +191,7 @@ def test_engines_are_forks_of_their_standby_and_other_parts_of_another(tmp_path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's processes are forked")
-@pytest.mark.parametrize(("steps", "reason"), [(KILLED, "it has ended"), (STOPPED, "it did not answer within 0.05 s")])
+@pytest.mark.parametrize(("steps", "reason"), [(KILLED, "it has ended"), (STOPPED, "it is stopped")])
 def test_engines_are_started_anew_when_the_standby_is_lost(steps: str, reason: str, tmp_path: Path) -> None:
     lines, imports = supervised(tmp_path, steps)
     assert f"standby-1 {reason}; processes of engine are started anew from now on" in lines

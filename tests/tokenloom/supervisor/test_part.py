@@ -68,11 +68,14 @@ async def test_a_part_that_has_run_for_long_comes_back_without_a_pause(
 ) -> None:
     part = SupervisedPart(make_spec(), output)
     async with kept(part):
-        for words in ("killed by SIGKILL; restarting", "killed by SIGKILL; restarting in 0.1 s"):
-            monkeypatch.setattr(part_module, "STABLE_SECONDS", 600.0 if words.endswith("s") else -1.0)
-            before = await serving_pid(part)
-            os.kill(before, signal.SIGKILL)
-            await eventually(lambda before=before: part.state is not None and part.state.pid != before)  # type: ignore[misc]
+        for stable, words in (
+            (-1.0, "killed by SIGKILL; restarting"),
+            (600.0, "killed by SIGKILL; restarting in 0.1 s"),
+        ):
+            monkeypatch.setattr(part_module, "STABLE_SECONDS", stable)
+            os.kill(await serving_pid(part), signal.SIGKILL)
+            await eventually(lambda: not part.serving.is_set())
+            await serving_pid(part)
             assert ("fake-0", words) in printed
 
 

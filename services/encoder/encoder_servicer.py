@@ -126,8 +126,11 @@ class EncoderServicer(EncoderServicerBase):
         self._files, self._cache, self._maker, self._metrics = files, cache, maker, metrics
         self._info = info
         self._reader, self._fetcher = reader, fetcher
-        size = max(info.max_file_bytes, info.max_video_bytes)
-        self._headers = FairStage(1, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
+        # Apart: the frames of a video are counted for seconds, and the header of an image takes a millisecond.
+        self._headers, self._video_headers = (
+            FairStage(1, what, max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
+            for what, size in (("images", info.max_file_bytes), ("videos", info.max_video_bytes))
+        )
         self._fetches = FairStage(MAX_FETCHES, "files to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING)
         stage = FairStage if bill is None else partial(BilledStage, bill, 0)
         self._turns = stage(
@@ -253,11 +256,12 @@ class EncoderServicer(EncoderServicerBase):
         owner, name = FileOwner(header.tenant, header.cache_salt), _file_name(hashed, header.kind)
         if (facts := self._files.add_owner(owner, name, header.request_id)) is not None:
             return facts
-        await self._headers.begin(header.tenant, len(data))
+        headers = self._video_headers if header.kind == MediaKind.MEDIA_KIND_VIDEO else self._headers
+        await headers.begin(header.tenant, len(data))
         try:
             facts = await self._reader.size(data, header.kind)
         finally:
-            self._headers.end(header.tenant, len(data))
+            headers.end(header.tenant, len(data))
         facts.digest = hashed
         self._files.put(owner, data, facts, header.request_id, name)
         return facts

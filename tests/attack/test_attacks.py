@@ -73,7 +73,7 @@ def test_videos_disturb_no_other_key() -> None:
     with attacked(videos.SETUP) as target, running_canary(target, CANARY_TOKENS) as canary:
         names = (
             "mp4-then-zip",
-            "list",
+            "pictures",
             "long",
             "bomb",
             "commas",

@@ -52,7 +52,7 @@ def sized(width: int, height: int) -> bytes:
 HARMLESS: dict[str, Callable[[], bytes]] = {
     "mp4-then-zip": lambda: clip() + b"PK\x03\x04" + bytes(4096),
     "cut": lambda: clip("mkv", 40, 160, 120)[:-2000],
-    "list": lambda: listed(shades(3)),
+    "pictures": lambda: listed(shades(3)),
 }
 """They are what they say, and more that is not looked at."""
 HARMFUL: dict[str, Callable[[], bytes]] = {

@@ -116,6 +116,7 @@ class VideoModel:
         for name in ("image_processor_type", "processor_class"):
             settings.pop(name)
         self._videos = video_processor_class("qwen2_vl" if self._is_second else "qwen3_vl")(**settings)
+        self._videos.fps = None  # each call says it, or how many frames
 
     @torch.inference_mode()
     def prompt(self, videos: Sequence[Shown], text: str = "What happens?", **options: Any) -> VisionPrompt:
@@ -183,7 +184,8 @@ class VideoModel:
 
     def _prepared(self, video: Shown, options: dict[str, Any]) -> Any:
         facts = VideoMetadata(total_num_frames=len(video.frames), fps=video.rate)
-        chosen = options or {"fps": 2}  # as transformers takes it for Qwen3-VL, and Qwen's own tools for all
+        # As transformers takes it for Qwen3-VL, and Qwen's own tools for all.
+        chosen = options if "num_frames" in options else {"fps": 2} | options
         return self._videos(
             [video.frames],
             video_metadata=[facts],

@@ -16,7 +16,7 @@ from tokenloom.model_files.checkpoint import load_tokenizer
 from ..clients.exchange import ChaosClient
 from ..clients.grpc_client import GrpcClient, GrpcTranscriptClient, SessionClient
 from ..clients.load import Load, LoadOptions
-from ..clients.media import IMAGE, SOUND, image_calls, sound_calls, transcript_cases
+from ..clients.media import IMAGE, SOUND, VIDEO, image_calls, sound_calls, transcript_cases
 from ..clients.mix import Case, MakeCase, make_cases
 from ..clients.openai_clients import PlainClient, ResumingClient
 from ..clients.other_calls import OF_DEMO_MODEL, other_cases
@@ -47,6 +47,7 @@ _SHORT_SECONDS = 4.0
 _OF_MEDIA: Mapping[Media, tuple[Sequence[tuple[str, MakeCase]], Callable[[random.Random, int], list[Case]]]] = {
     Media.NONE: ((), lambda rng, length: []),
     Media.IMAGES: (IMAGE.features, image_calls),
+    Media.VIDEOS: ((*IMAGE.features, *VIDEO.features), image_calls),
     Media.SOUNDS: (SOUND.features, sound_calls),
 }
 """What chats do with the files of requests, and the calls of other dialects that take them."""

@@ -28,21 +28,23 @@ class Media(StrEnum):
 
     NONE = "none"
     IMAGES = "images"
+    VIDEOS = "videos"
+    """And images."""
     SOUNDS = "sounds"
     TRANSCRIPTS = "transcripts"
     """Sounds, without chats."""
 
 
-_KINDS = {Media.NONE: (), Media.IMAGES: IMAGES, Media.SOUNDS: SOUNDS, Media.TRANSCRIPTS: SOUNDS}
+_KINDS = {Media.NONE: (), Media.IMAGES: IMAGES, Media.VIDEOS: IMAGES, Media.SOUNDS: SOUNDS, Media.TRANSCRIPTS: SOUNDS}
 
 
 def media_of(checkpoint: Path) -> Media:
     """Return what a model reads besides text."""
-    if reads_images(checkpoint):
-        return Media.IMAGES
-    if not reads_sounds(checkpoint):
+    if not reads_images(checkpoint) and not reads_sounds(checkpoint):
         return Media.NONE
     config = json.loads((checkpoint / "config.json").read_text())
+    if reads_images(checkpoint):
+        return Media.VIDEOS if config["model_type"].startswith("qwen") else Media.IMAGES
     return Media.TRANSCRIPTS if config["model_type"] == "whisper" else Media.SOUNDS
 
 

@@ -1,11 +1,11 @@
-"""Makes requests with images or sounds, for models that read them: one or several, a second turn over one, in each
-dialect; and transcriptions."""
+"""Makes requests with images, videos or sounds, for models that read them: one or several, a second turn over one, in
+each dialect; and transcriptions."""
 
 import base64
 import random
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ _PNG_HEAD = len(b"........") + 25
 """Bytes of a file before the chunk that a number may stand in: its signature and the chunk IHDR."""
 _WAV_HEAD = len(b"RIFF....WAVE")
 _PREFIX = "data:image/png;base64,"
+_LISTED = "data:video/jpeg;base64,"
+"""Before the pictures of a video."""
 
 
 def draw_png(rng: random.Random) -> bytes:
@@ -93,6 +95,9 @@ def _renewed_parts(content: Any, number: int) -> Any:
             part = image_part(_renewed(base64.b64decode(part["image_url"]["url"].removeprefix(_PREFIX)), number))
         elif part["type"] == "input_audio":
             part = sound_part(_renewed(base64.b64decode(part["input_audio"]["data"]), number))
+        elif part["type"] == "video_url":
+            pictures = part["video_url"]["url"].removeprefix(_LISTED).split(",")
+            part = video_part([_renewed(base64.b64decode(each), number) for each in pictures])
         parts.append(part)
     return parts
 
@@ -106,6 +111,12 @@ def _renewed(file: bytes, number: int) -> bytes:
 def image_part(file: bytes) -> dict[str, Any]:
     """Return a part of a turn."""
     return {"type": "image_url", "image_url": {"url": _PREFIX + base64.b64encode(file).decode()}}
+
+
+def video_part(pictures: Sequence[bytes]) -> dict[str, Any]:
+    """Return a part of a turn that shows these pictures, one after the other."""
+    listed = ",".join(base64.b64encode(picture).decode() for picture in pictures)
+    return {"type": "video_url", "video_url": {"url": _LISTED + listed}}
 
 
 def sound_part(file: bytes) -> dict[str, Any]:
@@ -139,6 +150,7 @@ class Medium:
 
 IMAGE = Medium("image", lambda rng: image_part(draw_png(rng)))
 SOUND = Medium("sound", lambda rng: sound_part(play_wav(rng)))
+VIDEO = Medium("video", lambda rng: video_part([draw_png(rng) for _ in range(rng.randint(2, 5))]))
 
 
 def _one(medium: Medium, rng: random.Random, vocab_size: int, length: int) -> Case:

@@ -15,6 +15,7 @@ from benchmarks.chaos.clients.media import (
     IMAGE,
     RATE,
     SOUND,
+    VIDEO,
     Medium,
     image_calls,
     png,
@@ -25,7 +26,7 @@ from benchmarks.chaos.clients.media import (
 )
 from benchmarks.chaos.clients.mix import FEATURES, Case, make_cases
 
-MEDIA = pytest.mark.parametrize("medium", [IMAGE, SOUND], ids=lambda medium: str(medium.name))
+MEDIA = pytest.mark.parametrize("medium", [IMAGE, SOUND, VIDEO], ids=lambda medium: str(medium.name))
 
 
 def _cases(medium: Medium, seed: int) -> list[Case]:
@@ -40,7 +41,10 @@ def _files(case: Case) -> list[bytes]:
     ]
     images = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     sounds = [part["input_audio"]["data"] for part in parts if part["type"] == "input_audio"]
-    return [base64.b64decode(data.removeprefix("data:image/png;base64,")) for data in (*images, *sounds)]
+    videos = [part["video_url"]["url"] for part in parts if part["type"] == "video_url"]
+    pictures = [data for url in videos for data in url.removeprefix("data:video/jpeg;base64,").split(",")]
+    files = (*images, *sounds, *pictures)
+    return [base64.b64decode(data.removeprefix("data:image/png;base64,")) for data in files]
 
 
 def _content(file: bytes) -> np.ndarray[Any, Any]:
@@ -65,7 +69,7 @@ def test_each_kind_comes_streamed_and_whole_with_one_file_or_several(medium: Med
     assert cases == _cases(medium, 0) != _cases(medium, 1)
     for name, _ in medium.features:
         assert {case.streamed for case in cases if case.name.startswith(f"{name} ")} == {True, False}
-    assert {len(_files(case)) for case in cases} >= {1, 3}
+    assert {len(_files(case)) for case in cases} >= ({2, 5} if medium is VIDEO else {1, 3})  # a video's pictures
     assert {len(case.messages) for case in cases} == {1, 3}
     assert all(case.options["temperature"] == 0 or "seed" in case.options for case in cases)
 

@@ -18,8 +18,8 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
 from ..encoding import sse
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
+from ..http.client_flow import ClientDisconnected, TurnShare
 from ..http.client_flow import Headers as HeaderPairs
-from ..http.client_flow import TurnShare
 from ..http.http_exchange import IGNORED_HEADER, HttpExchange, listed, respond_in_pieces, trace_headers
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
@@ -346,6 +346,9 @@ class Opener(Protocol):
     ) -> AbstractAsyncContextManager[RunningGeneration]:
         """Run a generation for the length of the ``async with``."""
 
+    def cancel(self, request_id: str, tenant: str) -> None:
+        """End a request that can be resumed, at whichever gateway."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationEndpoint:
@@ -404,6 +407,11 @@ class GenerationEndpoint:
                         await stream.run(options.resumed)
                     else:
                         await _whole(exchange, generation, answer, self._headers(exchange, options))
+        except ClientDisconnected:
+            # It may have left before this gateway asked for what another one had begun, and nobody else would end it.
+            if token.is_held and token.request_id:
+                self.generator.cancel(token.request_id, exchange.tenant.name)
+            raise
         except errors.InvalidArgument as error:
             raise error.renamed(options.field_names) from error
         finally:

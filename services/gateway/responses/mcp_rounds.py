@@ -63,6 +63,10 @@ class McpGenerator:
         """As :attr:`Generator.knows_engines`."""
         return self.generator.knows_engines
 
+    def cancel(self, request_id: str, tenant: str) -> None:
+        """As :meth:`Generator.cancel`."""
+        self.generator.cancel(request_id, tenant)
+
     @asynccontextmanager
     async def open(
         self,

@@ -16,6 +16,8 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import psutil
+import pytest
 
 from tests.mesh.faults.test_killed_gateways import SLOW, STREAMS, TOOL
 from tests.mesh.harness import MODEL, SOON, Mesh
@@ -38,6 +40,10 @@ class Victim:
     def kill(self) -> None:
         os.kill(self._process.pid, signal.SIGKILL)
 
+    def holders(self) -> list[psutil.Process]:
+        """The process that keeps the holder, and the holder."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
     def http(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=SOON, verify=PLAIN_TEXT)
 
@@ -58,7 +64,7 @@ async def victim(mesh: Mesh, directory: Path) -> AsyncIterator[Victim]:
             "tokenizers": ",".join(settings.tokenizers),
             "output-processors": ",".join(settings.output_processors),
             "coordinator": settings.coordinator,
-            "hold-connections": str(settings.hold_connections),
+            "hold-connections": f"{directory}/held",
         }
         command = [sys.executable, "-m", "tokenloom.services.gateway"]
         command += [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -77,12 +83,13 @@ async def victim(mesh: Mesh, directory: Path) -> AsyncIterator[Victim]:
 
 
 @asynccontextmanager
-async def held_mesh(directory: Path, **options: Any) -> AsyncIterator[Mesh]:
-    """A mesh whose gateway takes the connections of others."""
+async def held_mesh(directory: Path, *, takes: bool = True, **options: Any) -> AsyncIterator[Mesh]:
+    """A mesh. ``takes``: whether its gateway takes the connections of others."""
     meeting = directory / "held"
     meeting.mkdir()
     options = {"output_processors": 2, "engine": SLOW, **options}
-    async with Mesh(directory, gateway={"hold_connections": str(meeting)}, **options).running() as mesh:
+    gateway = {"hold_connections": str(meeting)} if takes else {}
+    async with Mesh(directory, gateway=gateway, **options).running() as mesh:
         yield mesh
 
 
@@ -258,3 +265,99 @@ async def test_streams_go_on_when_their_gateway_is_killed(socket_dir: Path) -> N
         assert dict(zip(READERS, answers, strict=True)) == dict(zip(READERS, references, strict=True))
         assert await taken(mesh, "begun") == len(READERS)
         await mesh.until_idle()
+
+
+async def test_a_whole_answer_is_made_by_the_next_gateway(socket_dir: Path) -> None:
+    async with held_mesh(socket_dir) as mesh:
+        async with victim(mesh, socket_dir) as gateway:
+            killed = asyncio.create_task(_kill_when_running(mesh, gateway))
+            answer = await read_whole(gateway.url, lambda: None)
+            await killed
+        assert answer == await read_whole(mesh.url, lambda: None)
+        assert await taken(mesh, "not_begun") == 1
+        await mesh.until_idle()
+
+
+async def _kill_when_running(mesh: Mesh, gateway: Victim) -> None:
+    await mesh.until_running()
+    gateway.kill()
+
+
+async def test_a_stream_goes_on_after_each_of_several_kills(socket_dir: Path) -> None:
+    """Each gateway has taken it from the one before, and holds it for the next."""
+    async with held_mesh(socket_dir, takes=False) as mesh, contextlib.AsyncExitStack() as started:
+        first = await started.enter_async_context(victim(mesh, socket_dir))
+        gateways = [first]
+        count = 0
+
+        async def restart() -> None:
+            gateways[-1].kill()
+            gateways.append(await started.enter_async_context(victim(mesh, socket_dir)))
+
+        kills: list[asyncio.Task[None]] = []
+        texts = []
+        async with openai_client(first.url) as client, asyncio.timeout(2 * SOON):
+            stream = await client.completions.create(
+                model=MODEL, prompt="Once", max_tokens=400, seed=8, stream=True, extra_body={"ignore_eos": True}
+            )
+            async for event in stream:
+                texts += [choice.text for choice in event.choices]
+                count += 1
+                if count in (5, 10) and all(kill.done() for kill in kills):
+                    kills.append(asyncio.create_task(restart()))
+        await asyncio.gather(*kills)
+        async with openai_client(mesh.url) as client:
+            whole = await client.completions.create(
+                model=MODEL, prompt="Once", max_tokens=400, seed=8, extra_body={"ignore_eos": True}
+            )
+        assert "".join(texts) == whole.choices[0].text
+        assert len(gateways) == 3
+
+
+async def test_a_client_that_leaves_meanwhile_ends_its_request(socket_dir: Path) -> None:
+    """Otherwise it would run for minutes: the output processor keeps it for whoever resumes it."""
+    slow = {"hash_step_seconds": 0.5, "max_model_len": 512}
+    async with held_mesh(socket_dir, engine=slow) as mesh, victim(mesh, socket_dir) as gateway:
+        path, fields = STREAMS["text"]
+        body = json.dumps({"model": MODEL, "stream": True, **fields, "max_tokens": 400}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"POST %b HTTP/1.1\r\nhost: localhost\r\n" % path.encode())
+        writer.write(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        assert await reader.readuntil(b"\n\n")
+        gateway.kill()
+        writer.transport.abort()
+        await mesh.until_idle()
+
+
+async def test_holders_end_with_their_gateway_and_nothing_stays(socket_dir: Path) -> None:
+    async with held_mesh(socket_dir) as mesh:
+        answer, counts = await read_chat(mesh.url, lambda: None), []
+        for kills in (1, 2):
+            async with victim(mesh, socket_dir) as gateway:
+                keeper, holder = gateway.holders()
+                assert (keeper.name(), holder.name(), holder.ppid()) == ("holder", "holder", keeper.pid)
+                holder.kill()
+                async with asyncio.timeout(SOON):
+                    while len(holders := gateway.holders()) != 2 or holders[1] == holder:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                assert answer == await read_chat(gateway.url, gateway.kill)  # the second holder gives it away
+            assert await taken(mesh, "begun") == kills
+            await asyncio.to_thread(psutil.wait_procs, holders, SOON)
+            assert not any(process.is_running() for process in holders)
+            await mesh.until_idle()
+            counts.append(psutil.Process().num_fds())
+        assert counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"http_listen": "unix:/tmp/of-no-port"}, "needs an --http-listen of TCP"),
+        ({"public_tls_cert": "a.pem", "public_tls_key": "a.key"}, "cannot be combined with --public-tls-cert"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_at_the_start(flags: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        GatewaySettings.of(
+            tokenizers=["a:1"], output_processors=["b:1"], coordinator="c:1", hold_connections=tmp_path, **flags
+        )

@@ -44,6 +44,8 @@ SUFFIX = ".held"
 """Of the sockets at which gateways take connections: the name of each gateway stands before it."""
 GIVE_SECONDS = 30.0
 """For so long a holder looks for a gateway. Output processors keep the requests for twice as long."""
+_MAX_PATH = 107
+"""Bytes of the path of a unix socket."""
 _LOOK_SECONDS = 0.05
 _TAKE_SECONDS = 10.0
 """Limit on the time that a gateway takes for one connection."""
@@ -58,14 +60,18 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 """Numbers of the system call by architecture."""
 
 
-def start_holder(directory: Path) -> HeldTable:
+def start_holder(directory: Path, name: str) -> HeldTable:
     """Start the holder of this process's connections, and return the table for their responses.
 
     Call it before the process has a second thread. ``directory``: where gateways meet; it is made if it is missing.
-    Raises ``InvalidArgument`` where descriptors cannot be shared.
+    ``name``: of this gateway. Raises ``InvalidArgument`` where descriptors cannot be shared, or the path is too long
+    for a socket, and ``OSError`` where the directory or the process cannot be made.
     """
     if sys.platform != "linux" or platform.machine() not in _CLONE:
-        raise InvalidArgument("hold_connections needs Linux on x86-64 or ARM64", "hold_connections")
+        raise InvalidArgument("it needs Linux on x86-64 or ARM64", "hold_connections")
+    if len(os.fsencode(directory / f"{name}{SUFFIX}")) > _MAX_PATH:
+        message = f"{directory} is too long for a unix socket {name}{SUFFIX} in it, whose path has {_MAX_PATH} bytes"
+        raise InvalidArgument(f"{message} at most", "hold_connections")
     assert len(os.listdir("/proc/self/task")) == 1, "a lock of another thread would stay locked in the holder"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     table = HeldTable()

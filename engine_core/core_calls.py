@@ -161,9 +161,10 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
             return "its session stays on this engine"
         return core.scheduler.lend_request(request_id, lease_id, num_bound)
 
-    def requests_to_lend(count: int, before_preemption: bool) -> list[str]:
-        """Return the ids of up to ``count`` running requests that are best lent."""
-        return core.scheduler.requests_to_lend(count, core.sessions.live, before_preemption=before_preemption)
+    def requests_to_lend(count: int, free_tokens: int, before_preemption: bool) -> list[str]:
+        """Return the ids of up to ``count`` running requests that are best lent to an engine with so many tokens."""
+        stay = core.sessions.live
+        return core.scheduler.requests_to_lend(count, free_tokens, stay, before_preemption=before_preemption)
 
     return {
         **_adapter_methods(core.adapters),

@@ -207,9 +207,14 @@ class Scheduler:
         self.ended.outputs.append(lent)
         return ""
 
-    def requests_to_lend(self, count: int, stay: Collection[str], *, before_preemption: bool) -> list[str]:
+    def requests_to_lend(
+        self, count: int, free_tokens: int, stay: Collection[str], *, before_preemption: bool
+    ) -> list[str]:
         """Return the ids of up to ``count`` requests that are best lent: those that would be preempted first, or those
-        with the most tokens left for the KV that moves with them. ``stay``: ids of some that cannot be."""
+        with the most tokens left for the KV that moves with them.
+
+        ``free_tokens``: what they may have together. ``stay``: ids of some that cannot be lent.
+        """
         lendable = [
             request
             for request in reversed(self.running)
@@ -217,7 +222,12 @@ class Scheduler:
         ]
         if not before_preemption:
             lendable.sort(key=lambda each: (each.max_num_tokens - each.num_tokens) / each.num_tokens, reverse=True)
-        return [request.request_id for request in lendable[:count]]
+        chosen = list[str]()
+        for request in lendable:
+            if len(chosen) < count and request.num_tokens <= free_tokens:
+                chosen.append(request.request_id)
+                free_tokens -= request.num_tokens
+        return chosen
 
     def keep_request(self, request_id: str) -> None:
         """Let a running request that was lent go on here."""

@@ -409,7 +409,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._is_short = False
         engines = [counts_of(stream.record) for stream in self._streams.values()]
         for order in rebalancer.orders(engines, now):
-            relief = Relief(target=order.target, count=order.count, before_preemption=order.before_preemption)
+            relief = Relief(
+                target=order.target,
+                count=order.count,
+                before_preemption=order.before_preemption,
+                free_tokens=order.free_tokens,
+            )
             with contextlib.suppress(ResourceExhausted):  # the next time
                 self._streams[order.source].command(EngineCommand(relief=relief))
 

@@ -231,7 +231,7 @@ class CoordinatorCommands:
 
     def relieve(self, relief: coordinator_pb2.Relief) -> None:
         if (kv := self._engine.kv) is not None:
-            kv.moves.relieve(relief.target, relief.count, before_preemption=relief.before_preemption)
+            kv.moves.relieve(relief)
 
     def wait_aside(self, reason: str) -> None:
         if reason:

@@ -235,14 +235,16 @@ class Drain(_message.Message):
     def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Relief(_message.Message):
-    __slots__ = ("target", "count", "before_preemption")
+    __slots__ = ("target", "count", "before_preemption", "free_tokens")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     BEFORE_PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     target: str
     count: int
     before_preemption: bool
-    def __init__(self, target: _Optional[str] = ..., count: _Optional[int] = ..., before_preemption: _Optional[bool] = ...) -> None: ...
+    free_tokens: int
+    def __init__(self, target: _Optional[str] = ..., count: _Optional[int] = ..., before_preemption: _Optional[bool] = ..., free_tokens: _Optional[int] = ...) -> None: ...
 
 class AdapterChanges(_message.Message):
     __slots__ = ("load", "unload")

@@ -40,6 +40,7 @@ class EngineCounts:
     Attributes:
         kind: Equal of engines that can go on with each other's requests.
         waiting, running, seats, kv_usage: As in its report; picks on their way wait.
+        free_tokens: Those for which it has free KV blocks.
         may_give, may_take: Whether it can at all.
         is_short: Whether it is about to preempt a request.
     """
@@ -50,6 +51,7 @@ class EngineCounts:
     running: int
     seats: int
     kv_usage: float
+    free_tokens: int
     may_give: bool = True
     may_take: bool = True
     is_short: bool = False
@@ -63,11 +65,12 @@ class EngineCounts:
 @dataclass(frozen=True, slots=True)
 class MoveOrder:
     """Lets up to ``count`` running requests of ``source`` go on at ``target``. ``before_preemption``: those that it
-    would preempt first, instead of those that have the most to do."""
+    would preempt first, instead of those that have the most to do. ``free_tokens``: those of the target."""
 
     source: str
     target: str
     count: int
+    free_tokens: int
     before_preemption: bool = False
 
 
@@ -125,7 +128,7 @@ class Rebalancer:
             with_room = [each for each in others if each.kv_usage <= ROOM and each.name not in came_from]
             if with_room:
                 target = min(with_room, key=lambda each: (each.kv_usage, each.name))
-                return MoveOrder(source.name, target.name, 1, before_preemption=True)
+                return MoveOrder(source.name, target.name, 1, target.free_tokens, before_preemption=True)
         target = others[0]
         if not self.is_on:
             return None
@@ -138,7 +141,7 @@ class Rebalancer:
         if not is_hot or source.name in self._took or since_last < APART_SECONDS:
             return None
         count = max(1, min(MOST, (source.score - target.score) // _SHARE, target.seats - target.running))
-        return MoveOrder(source.name, target.name, count)
+        return MoveOrder(source.name, target.name, count, target.free_tokens)
 
     def _forget(self, now: float) -> None:
         for times in (self._gave, self._took):
@@ -169,6 +172,7 @@ def counts_of(record: EngineRecord) -> EngineCounts:
         running=report.running,
         seats=report.seats,
         kv_usage=report.kv_usage,
+        free_tokens=report.free_kv_blocks * identity.fingerprint.block_size,
         may_give=moves and record.own_state == EngineState.ENGINE_STATE_SERVING and not record.is_late,
         may_take=moves and record.state == EngineState.ENGINE_STATE_SERVING and not record.is_late,
         is_short=report.short_of_blocks,

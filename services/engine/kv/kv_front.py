@@ -203,23 +203,23 @@ class KVMoves:
         causes: Sequence[str] = await asyncio.gather(*map(asyncio.shield, moves))
         return list(zip(moves.values(), causes, strict=True))
 
-    def relieve(self, target: str, count: int, *, before_preemption: bool) -> None:
-        """Move some of the attempts that run to an engine that has less to do, unless an earlier call still does.
-        ``before_preemption``: those that would be preempted first."""
+    def relieve(self, relief: coordinator_pb2.Relief) -> None:
+        """Move some of the attempts that run to an engine that has less to do, unless an earlier call still does."""
         if not self._is_leaving and (self._relief is None or self._relief.done()):
-            self._relief = self._tasks.spawn(self._relieve(target, count, before_preemption), name="relief")
+            self._relief = self._tasks.spawn(self._relieve(relief), name="relief")
 
-    async def _relieve(self, target: str, count: int, before_preemption: bool) -> None:
+    async def _relieve(self, relief: coordinator_pb2.Relief) -> None:
+        chosen = relief.count, relief.free_tokens, relief.before_preemption
         try:
-            keys = await self._core.call("requests_to_lend", count, before_preemption)
+            keys = await self._core.call("requests_to_lend", *chosen)
         except TokenloomError as error:  # the core is dead, or that of another server
-            log.info("no request leaves this engine for %s: %s", target, error.message)
+            log.info("no request leaves this engine for %s: %s", relief.target, error.message)
             return
         attempts = {attempt.key: attempt for attempt in self._core.movable("")}
-        why: MoveReason = "preemption" if before_preemption else "rebalance"
-        chosen = [attempts[key] for key in keys if key in attempts] if isinstance(keys, list) else []
+        why: MoveReason = "preemption" if relief.before_preemption else "rebalance"
+        leaving = [attempts[key] for key in keys if key in attempts] if isinstance(keys, list) else []
         if not self._is_leaving:
-            await asyncio.gather(*(self._begin(attempt, target, why) for attempt in chosen))
+            await asyncio.gather(*(self._begin(attempt, relief.target, why) for attempt in leaving))
 
     async def leave(self, error: TokenloomError) -> None:
         """Move all attempts, because the engine ends, and return when none of them is left, nor of those that move

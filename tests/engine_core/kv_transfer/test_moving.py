@@ -127,6 +127,30 @@ def test_what_waits_does_not_move() -> None:
     check(pair)
 
 
+def test_the_requests_that_are_best_lent() -> None:
+    pair = pair_of(max_num_seqs=5)
+    lengths = {"a": (10, 80), "b": (100, 80), "c": (10, 60), "d": (10, 12), "e": (10, 80)}  # d ends soon
+    moving = [pair.begin(name, range(length), tokens) for name, (length, tokens) in lengths.items()]
+    moving.append(pair.begin("f", range(10), 80))  # waits for a seat
+    for each in moving[:5]:
+        run_until(pair, each, 3)
+
+    def best(count: int, free_tokens: int = 1000, stay: str = "", *, before_preemption: bool = False) -> list[str]:
+        scheduler = pair.engines[0].core.scheduler
+        found = scheduler.requests_to_lend(count, free_tokens, stay.split(), before_preemption=before_preemption)
+        return [name.partition("/")[0] for name in found]
+
+    assert best(9) == ["e", "a", "c", "b"]
+    assert best(9, before_preemption=True) == ["e", "c", "b", "a"], "the last one of those that run first"
+    assert best(1, stay=moving[4].leg.name) == ["a"]
+    assert best(9, free_tokens=30) == ["e", "a"], "c has no room beside them"
+    assert best(9, free_tokens=120, before_preemption=True)[:1] == ["e"]
+    assert best(0) == best(9, free_tokens=0) == []
+    assert pair.move(moving[0], 1)
+    assert best(9) == ["e", "c", "b"], "a is lent already"
+    check(pair)
+
+
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_a_move_that_is_called_off(chunk: int) -> None:
     settings = {"block_size": 16, "num_blocks": 40, "num_slots": 8} if chunk else {}

@@ -18,11 +18,12 @@ from tokenloom.services.coordinator.engines.rebalancing import (
 )
 
 FACTOR = 2.0
+FREE = 1000
 TICK = 0.5
 
 
 def load(name: str, running: int = 0, waiting: int = 0, **fields: object) -> EngineCounts:
-    defaults = {"kind": b"a", "seats": 32, "kv_usage": 0.0}
+    defaults = {"kind": b"a", "seats": 32, "kv_usage": 0.0, "free_tokens": FREE}
     return EngineCounts(name=name, running=running, waiting=waiting, **{**defaults, **fields})  # type: ignore[arg-type]
 
 
@@ -36,9 +37,9 @@ def first_order(engines: Sequence[EngineCounts], seconds: float = 10.0) -> tuple
 
 
 def test_an_engine_with_twice_as_much_to_do_for_some_seconds_gives_a_part_of_it() -> None:
-    assert first_order([load("a", 30), load("b", 6), load("c", 12)]) == (HOT_SECONDS, MoveOrder("a", "b", MOST))
-    assert first_order([load("a", 12), load("b", 5)]) == (HOT_SECONDS, MoveOrder("a", "b", 1))
-    assert first_order([load("a", 4, waiting=6), load("b", 4)]) == (HOT_SECONDS, MoveOrder("a", "b", 4))
+    assert first_order([load("a", 30), load("b", 6), load("c", 12)]) == (HOT_SECONDS, MoveOrder("a", "b", MOST, FREE))
+    assert first_order([load("a", 12), load("b", 5)]) == (HOT_SECONDS, MoveOrder("a", "b", 1, FREE))
+    assert first_order([load("a", 4, waiting=6), load("b", 4)]) == (HOT_SECONDS, MoveOrder("a", "b", 4, FREE))
 
 
 def test_what_differs_little_stays() -> None:
@@ -48,7 +49,7 @@ def test_what_differs_little_stays() -> None:
 
 def test_a_full_cache_is_hot_by_itself() -> None:
     others = load("b", 8, kv_usage=0.3)
-    assert first_order([load("a", 10, kv_usage=0.9), others]) == (HOT_SECONDS, MoveOrder("a", "b", 1))
+    assert first_order([load("a", 10, kv_usage=0.9), others]) == (HOT_SECONDS, MoveOrder("a", "b", 1, FREE))
     assert first_order([load("a", 10, kv_usage=0.7), others]) is None
     assert first_order([load("a", 9, kv_usage=0.9), others]) is None, "it would have fewer requests than the other one"
 
@@ -77,7 +78,7 @@ def test_an_engine_stays_hot_until_half_of_the_excess_is_left() -> None:
     rebalancer = Rebalancer(FACTOR)
     assert not rebalancer.orders([load("a", 30), load("b", 10)], 0.0)
     assert not rebalancer.orders([load("a", 18), load("b", 10)], 1.0)
-    assert rebalancer.orders([load("a", 18), load("b", 10)], HOT_SECONDS) == [MoveOrder("a", "b", 1)]
+    assert rebalancer.orders([load("a", 18), load("b", 10)], HOT_SECONDS) == [MoveOrder("a", "b", 1, FREE)]
     assert not rebalancer.orders([load("a", 15), load("b", 10)], HOT_SECONDS + APART_SECONDS)
 
 
@@ -86,7 +87,7 @@ def test_one_pair_moves_at_a_time_and_an_engine_takes_from_one() -> None:
     engines = [load("a", 30), load("b", 28), load("c", 0), load("d", 2)]
     rebalancer.orders(engines, 0.0)
     orders = rebalancer.orders(engines, HOT_SECONDS)
-    assert orders == [MoveOrder("a", "c", MOST), MoveOrder("b", "d", MOST)]
+    assert orders == [MoveOrder("a", "c", MOST, FREE), MoveOrder("b", "d", MOST, FREE)]
     assert not rebalancer.orders(engines, HOT_SECONDS + APART_SECONDS / 2)
     assert len(rebalancer.orders(engines, HOT_SECONDS + APART_SECONDS)) == 2
 
@@ -105,7 +106,7 @@ def test_an_engine_that_is_about_to_preempt_gives_a_request_at_once() -> None:
     rebalancer = Rebalancer(0.0)
     short = load("a", 8, kv_usage=0.95, is_short=True)
     others = [load("b", 1, kv_usage=0.9), load("c", 9, kv_usage=0.2), load("d", 12, kv_usage=0.1)]
-    expected = [MoveOrder("a", "d", 1, before_preemption=True)]
+    expected = [MoveOrder("a", "d", 1, FREE, before_preemption=True)]
     assert rebalancer.orders([short, *others], 0.0) == expected
     assert not rebalancer.orders([short, *others], SHORT_APART_SECONDS / 2)
     assert rebalancer.orders([short, *others], SHORT_APART_SECONDS) == expected

@@ -12,6 +12,7 @@ from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.request.errors import FailedPrecondition, TokenloomError, TryElsewhere, Unavailable
 from tokenloom.services.engine.kv.kv_front import KVMoves, counted
 from tokenloom.services.engine.records.attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
+from tokenloom.v1.coordinator_pb2 import Relief
 from tokenloom.v1.engine_pb2 import MoveRequestsResponse
 
 
@@ -166,7 +167,7 @@ async def test_a_move_that_comes_during_a_drain_does_not_take_the_end_from_it() 
     await asyncio.sleep(0)
     with pytest.raises(FailedPrecondition, match="drains"):
         await moves.move("", "", "operator")
-    moves.relieve("engine-1", 1, before_preemption=False)
+    moves.relieve(Relief(target="engine-1", count=1))
     end(core.attempts[0], FinishReason.LENGTH)
     async with asyncio.timeout(10):
         await leaving
@@ -178,7 +179,7 @@ async def test_an_engine_is_relieved_of_some_at_a_time(before_preemption: bool) 
     core.best = ["1.2", "1.7", "1.3", "1.1"]  # one has ended meanwhile
     moves = moves_of(core)
     for target in ("engine-1", "engine-2"):  # the second order comes while the first one is obeyed
-        moves.relieve(target, 3, before_preemption=before_preemption)
+        moves.relieve(Relief(target=target, count=3, before_preemption=before_preemption))
     await until(lambda: len(core.asked) == 2)
     assert [(each.key, each.kv.target) for each in core.attempts] == [
         ("1.1", None),
@@ -190,7 +191,7 @@ async def test_an_engine_is_relieved_of_some_at_a_time(before_preemption: bool) 
     await until(lambda: len(core.counted) == 2)
     assert core.counted == 2 * ["preemption" if before_preemption else "rebalance"]
     await until(lambda: moves._relief is not None and moves._relief.done())
-    moves.relieve("engine-2", 4, before_preemption=before_preemption)
+    moves.relieve(Relief(target="engine-2", count=4, before_preemption=before_preemption))
     await until(lambda: len(core.asked) == 3)
     assert core.attempts[0].kv.target == "engine-2"
     end(core.attempts[0], FinishReason.ABORT)
@@ -202,6 +203,6 @@ async def test_an_engine_whose_core_cannot_say_what_to_lend_keeps_all() -> None:
     core = FakeCore([attempt(1)], lambda _: "")
     core.best = []
     moves = moves_of(core)
-    moves.relieve("engine-1", 1, before_preemption=True)
+    moves.relieve(Relief(target="engine-1", count=1, before_preemption=True))
     await until(lambda: moves._relief is not None and moves._relief.done())
     assert not core.asked

@@ -19,7 +19,8 @@ from tests.parity.state_checkpoints import make_model
 from tests.ready_channel import ready_channel
 from tokenloom.model_files.model_path import DEMO_ADAPTERS
 from tokenloom.services.coordinator.engines import rebalancing
-from tokenloom.v1.engine_pb2 import SetRoleRequest
+from tokenloom.services.engine.records import load
+from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PauseRequest, ResumeRequest, SetRoleRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL
 
@@ -273,66 +274,66 @@ async def test_a_client_that_goes_away_while_its_request_moves(socket_dir: Path)
         assert (await move).json()["ended"] == 1
 
 
-async def ask_all(users: Users, count: int, max_tokens: int) -> tuple[list[Answer], list[asyncio.Task[Answer]]]:
-    """Ask so many requests of 50 tokens, and wait until all run."""
+@asynccontextmanager
+async def one_has_all(
+    directory: Path, count: int, max_tokens: int, **settings: Any
+) -> AsyncIterator[tuple[SplitEngine, SplitEngine]]:
+    """Two engines, of which one runs as many requests of 50 tokens, and the other one none. Checks their answers."""
     prompts, answers = [prompt_of(50, seed) for seed in range(count)], [Answer() for _ in range(count)]
-    tasks = [
-        asyncio.create_task(ask(users.http, prompt, max_tokens, answer))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    await users.until(lambda: all(len(answer.token_ids) > 3 for answer in answers))
-    return answers, tasks
+    async with moving_mesh(directory, **settings) as (mesh, users):
+        busy, idle = mesh.engines
+        async with ready_channel(mesh.address(idle.name)) as channel:
+            await EngineAdminStub(channel).Pause(PauseRequest(mode=PAUSE_MODE_KEEP))
+            await users.until(lambda: idle.name not in mesh.known())
+            tasks = [
+                asyncio.create_task(ask(users.http, prompt, max_tokens, answer))
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+            await users.until(lambda: len(busy.core.scheduler.running) == count)
+            await EngineAdminStub(channel).Resume(ResumeRequest())
+        yield busy, idle
+        await asyncio.gather(*tasks)
+        assert [answer.token_ids for answer in answers] == [mesh.expected(prompt, max_tokens) for prompt in prompts]
+        await mesh.check_nothing_is_left()
 
 
-async def check_all(mesh: SplitMesh, answers: list[Answer], tasks: list[asyncio.Task[Answer]], max_tokens: int) -> None:
-    await asyncio.gather(*tasks)
-    expected = [mesh.expected(prompt_of(50, seed), max_tokens) for seed in range(len(answers))]
-    assert [answer.token_ids for answer in answers] == expected
-    await mesh.check_nothing_is_left()
-
-
-async def test_requests_leave_a_hot_engine_for_a_new_one(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_leave_a_hot_engine(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebalancing, "HOT_SECONDS", 0.1)
     monkeypatch.setattr(rebalancing, "APART_SECONDS", 0.3)
-    async with moving_mesh(socket_dir, 1, coordinator={"rebalance": 1.5}) as (mesh, users):
-        answers, tasks = await ask_all(users, 12, 300)
-        await mesh.new_engine("both", **STEP).start()
-        first, second = mesh.engines
-        await users.until(lambda: second.core.scheduler.running)
-        await check_all(mesh, answers, tasks, 300)
-        assert 1 <= first.moves()["rebalance"] <= 6, "half of them at most"
-        assert not second.moves(), "none came back"
-        assert sum("moves" in answer.timeline for answer in answers) == first.moves()["rebalance"]
-        assert not second.recomputes()
+    async with one_has_all(socket_dir, 12, 300, coordinator={"rebalance": 1.5}) as (busy, idle):
+        await idle.until(lambda engine: engine.core.scheduler.running)
+        while len(busy.core.scheduler.running) + len(idle.core.scheduler.running):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert 1 <= busy.moves()["rebalance"] <= 6, "half of them at most"
+        assert not idle.moves(), "none came back"
+        assert not idle.recomputes()
 
 
-@pytest.mark.parametrize("moves", [False, True])
-async def test_what_would_be_preempted_moves_to_an_engine_with_room(socket_dir: Path, moves: bool) -> None:
-    settings: dict[str, Any] = {"num_kv_blocks": 70, "max_model_len": 512, "move_before_preemption": moves}
-    async with moving_mesh(socket_dir, 1, **settings) as (mesh, users):
-        answers, tasks = await ask_all(users, 6, 180)  # of 230 tokens, or 15 blocks each in the end
-        await mesh.new_engine("both", **STEP, **settings).start()
-        first, second = mesh.engines
-        await check_all(mesh, answers, tasks, 180)
-        if moves:
-            assert first.moves()["preemption"] >= 1
-            assert not second.recomputes()
-            assert first.stats.num_preemptions == 0
-        else:
-            assert first.stats.num_preemptions >= 1, "the blocks suffice, and the other case shows nothing"
-            assert not first.moves()
+SCARCE: dict[str, Any] = {"num_kv_blocks": 70, "max_model_len": 512, "hash_step_seconds": 0.02}
+"""For 6 requests of 230 tokens, or 15 blocks each in the end."""
 
 
-async def test_what_moves_too_late_is_preempted(socket_dir: Path) -> None:
-    """The copies to the other engine take longer than the blocks last."""
-    settings: dict[str, Any] = {"num_kv_blocks": 70, "max_model_len": 512, "move_before_preemption": True}
-    async with moving_mesh(socket_dir, 1, **settings) as (mesh, users):
-        answers, tasks = await ask_all(users, 6, 180)
-        second = mesh.new_engine("both", **STEP, **settings)
-        await second.start()
-        await second.cut_kv()
-        await mesh.engines[0].cut_kv()  # no engine reaches its leases any more
-        await check_all(mesh, answers, tasks, 180)
+async def test_what_would_be_preempted_moves_to_an_engine_with_room(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "RELIEF_SECONDS", 3.0)  # a busy machine takes longer to move one
+    async with one_has_all(socket_dir, 6, 180, move_before_preemption=True, **SCARCE) as (busy, idle):
+        await idle.until(lambda engine: engine.core.scheduler.running)
+        await busy.until(lambda engine: engine.moves().get("preemption"))
+        assert not idle.recomputes()
+
+
+async def test_without_the_option_it_is_preempted(socket_dir: Path) -> None:
+    async with one_has_all(socket_dir, 6, 180, **SCARCE) as (busy, _):
+        await busy.until(lambda engine: engine.stats.num_preemptions)
+        assert not busy.moves()
+
+
+async def test_what_cannot_leave_in_time_is_preempted(socket_dir: Path) -> None:
+    """No engine reaches its KV any more, so the other one computes it again, or the owner does."""
+    async with one_has_all(socket_dir, 6, 180, move_before_preemption=True, **SCARCE) as (busy, _):
+        await busy.cut_kv()
+        await busy.until(lambda engine: engine.moves() or engine.stats.num_preemptions)
 
 
 COUNT = {"type": "array", "items": {"type": "integer"}, "minItems": 20, "maxItems": 30}

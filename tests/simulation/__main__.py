@@ -30,7 +30,7 @@ def main() -> int:
     lies: Counter[str] = Counter()
     moves: Counter[str] = Counter()
     violated: list[int] = []
-    num_migrations, migrations = 0, Counter[str]()
+    num_migrations, migrations, pauses = 0, Counter[str](), list[float]()
     copies: Counter[str] = Counter()
     for seed, result in zip(seeds, _results(seeds, arguments), strict=True):
         outcomes += result.outcomes
@@ -40,6 +40,7 @@ def main() -> int:
         num_migrations += result.num_migrations
         migrations += result.migrations
         copies += result.copies_used
+        pauses += result.pauses
         if result.violations:
             violated.append(seed)
         if result.violations or arguments.verbose:
@@ -56,6 +57,10 @@ def main() -> int:
         sep="\n",
         end="\n" if copies else "",
     )
+    if pauses:
+        ranked = sorted(round(each * 1000) for each in pauses)
+        p50, p99 = ranked[len(ranked) // 2], ranked[len(ranked) * 99 // 100]
+        print(f"{len(ranked)} pauses of moves, faults and steps of 10 to 30 ms included: p50 {p50} ms, p99 {p99} ms")
     print(f"violated: {violated or 'none'}")
     return 1 if violated else 0
 

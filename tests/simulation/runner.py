@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 from tokenloom.services.coordinator.engines import rebalancing
 from tokenloom.services.engine.records.engine_metrics import KVMetrics
+from tokenloom.services.output_processor.request.request_stages import RequestStages
 
 from .administration import Mover, Operator, with_administration
 from .faults import KINDS, inject
@@ -51,6 +53,7 @@ class Result:
         num_migrations: How often an operator moved an output to another engine.
         migrations: How many outputs left an engine for another one, by why.
         copies_used: What became of copies of requests at second output processors.
+        pauses: Seconds between the last token of one engine and the first one of the next, for outputs that moved.
         trace: Hash of every write of the run.
         seconds: Virtual seconds of the run.
     """
@@ -65,6 +68,7 @@ class Result:
     num_migrations: int = 0
     migrations: Counter[str] = field(default_factory=Counter)
     copies_used: Counter[str] = field(default_factory=Counter)
+    pauses: list[float] = field(default_factory=list)
     trace: str = ""
     num_frames: int = 0
     seconds: float = 0.0
@@ -140,13 +144,27 @@ def _reported(result: Result) -> Iterator[None]:
 
 @contextmanager
 def _hasty(result: Result) -> Iterator[None]:
-    """Rebalance within the few seconds of a run, and count what moves."""
+    """Rebalance within the few seconds of a run, and measure what moves."""
+    last = WeakKeyDictionary[RequestStages, tuple[float, int]]()
+    take = RequestStages.on_tokens
 
     def observe_move(_: KVMetrics, why: str) -> None:
         result.migrations[why] += 1
 
+    def on_tokens(stages: RequestStages, *tokens: Any) -> None:
+        now, num_moves = asyncio.get_running_loop().time(), stages._output.timeline.moves
+        before, moved = last.get(stages, (now, num_moves))
+        if num_moves > moved:
+            result.pauses.append(now - before)
+        last[stages] = now, num_moves
+        take(stages, *tokens)
+
     seconds = {"HOT_SECONDS": 0.2, "APART_SECONDS": 0.1, "REST_SECONDS": 1.0}
-    with patch.multiple(rebalancing, MARGIN=2, **seconds), patch.object(KVMetrics, "observe_move", observe_move):
+    with (
+        patch.multiple(rebalancing, MARGIN=2, **seconds),
+        patch.object(KVMetrics, "observe_move", observe_move),
+        patch.object(RequestStages, "on_tokens", on_tokens),
+    ):
         yield
 
 

@@ -271,6 +271,10 @@ class KVMoves:
                 attempt.kv.stay()
             return str(cause)
         await settled.wait()
+        return self._settled(attempt, why)
+
+    def _settled(self, attempt: Attempt, why: MoveReason) -> str:
+        """Count an attempt that was lent if it has left. Returns why it stays; empty: it has ended."""
         if attempt.finish_reason is FinishReason.PREFILLED:
             self._core.metrics.kv.observe_move(why)
         return "" if attempt.finish_reason is not None else "no other engine took it, or its blocks were needed"

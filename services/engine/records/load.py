@@ -155,7 +155,7 @@ class StepRates:
         )
 
 
-_MOVE_SECONDS: Final = 0.3
+RELIEF_SECONDS: Final = 0.3
 """From a report that blocks are short until the first request has left: a tick of the coordinator, and the copy."""
 _MOVE_STEPS: Final = 8
 """For so many steps a request goes on while its blocks are copied."""
@@ -332,7 +332,7 @@ class LoadTracker:
 
     def _look_at_blocks(self, stats: SchedulerStats) -> None:
         """Note whether the free blocks last for as long as it takes to move a request."""
-        num_steps = _MOVE_STEPS + _MOVE_SECONDS / max(self._steps.step_seconds, _LEAST_STEP_SECONDS)
+        num_steps = _MOVE_STEPS + RELIEF_SECONDS / max(self._steps.step_seconds, _LEAST_STEP_SECONDS)
         reserve = stats.num_running * math.ceil(num_steps / self._block_size)
         reserve += stats.num_prefilling_tokens // self._block_size
         was_short, self.is_short = self.is_short, stats.num_running > 1 and stats.num_free_blocks < reserve

@@ -29,8 +29,8 @@ ENGINE: dict[str, dict[str, Any]] = {
     "model": {"worker": "model", "dtype": "float32", "num_threads": 1},
 }
 _AT_ONCE = 4
-_FLIPS = 64
-"""Bits that flip at a time: most of them change no token of a model."""
+_LINE = 64
+"""Bytes, in each of which that are used a bit flips: most of them change no token of a model."""
 
 
 @dataclass
@@ -52,14 +52,15 @@ class Course:
     equal: int = 0
     different: int = 0
     dropped: int = 0
+    failed: int = 0
     rounds: int = 0
     ended: int = 0
 
     def __str__(self) -> str:
         return (
             f"requests: {self.requests}, with other tokens: {self.wrong}; computed again: {self.equal} equal, "
-            f"{self.different} different, {self.dropped} not; rounds of flips: {self.rounds}, engines that ended: "
-            f"{self.ended}"
+            f"{self.different} different, {self.dropped} not; without finite numbers: {self.failed}; rounds of flips: "
+            f"{self.rounds}, engines that ended: {self.ended}"
         )
 
 
@@ -77,17 +78,19 @@ class Verdict:
         return self.has_computed and self.tokens == tokens
 
 
-def flip(pid: int, chance: random.Random, count: int = _FLIPS) -> int:
-    """Flip random bits of the KV of a process, where it has written some. Returns how many."""
+def flip(pid: int, chance: random.Random) -> int:
+    """Flip random bits of the KV of a process, as many as there are lines that it has written. Returns how many."""
     done = 0
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         for begin, size in _pools(pid):
             content = os.pread(memory.fileno(), size, begin)
-            used = [at for at in range(0, size, 64) if content[at : at + 64].strip(b"\0\xff")]
-            for at in chance.choices(used, k=count) if used else ():
-                place = begin + at + chance.randrange(64)
+            used = [at for at in range(0, size, _LINE) if content[at : at + _LINE].strip(b"\0\xff")]
+            for at in chance.choices(used, k=len(used)):
+                place = begin + at + chance.randrange(_LINE)
                 (byte,) = os.pread(memory.fileno(), 1, place)
-                os.pwrite(memory.fileno(), bytes([byte ^ 1 << chance.randrange(8)]), place)
+                bit = chance.randrange(8)
+                # The highest bit of an exponent makes of a float32 one that no sum survives: the engine says so itself.
+                os.pwrite(memory.fileno(), bytes([byte ^ 1 << (7 if (place % 4, bit) == (3, 6) else bit)]), place)
                 done += 1
     return done
 
@@ -127,23 +130,28 @@ class Verified:
     async def learn(self, asked: Sequence[Asked]) -> None:
         """Ask for what is expected."""
         for each, tokens in zip(asked, await self._ask_all(asked), strict=True):
+            assert tokens is not None, "no bit has flipped"
             each.expected = tokens
 
     async def compare(self, asked: Sequence[Asked]) -> list[list[int]]:
         """Ask once more; return what has other tokens."""
         found = await self._ask_all(asked)
-        wrong = [tokens for each, tokens in zip(asked, found, strict=True) if tokens != each.expected]
+        wrong = [tokens for each, tokens in zip(asked, found, strict=True) if tokens not in (None, each.expected)]
         self.course.wrong += len(wrong)
-        return wrong
+        return [tokens for tokens in wrong if tokens is not None]
 
-    async def _ask_all(self, asked: Sequence[Asked]) -> list[list[int]]:
+    async def _ask_all(self, asked: Sequence[Asked]) -> list[list[int] | None]:
+        """Return the tokens of each; None: the engine has found no finite number, and said so."""
         seats = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(each: Asked) -> list[int]:
+        async def one(each: Asked) -> list[int] | None:
             async with seats:
                 answer = await ask(self._http, each.prompt, each.max_tokens, **each.fields)
-                assert answer.error is None, answer.error
-                return answer.token_ids
+                if answer.error is None:
+                    return answer.token_ids
+                assert "no finite logit" in answer.error["message"], answer.error
+                self.course.failed += 1
+                return None
 
         found = await asyncio.gather(*map(one, asked))
         self.course.requests += len(asked)
@@ -155,17 +163,14 @@ class Verified:
         async with asyncio.timeout(600):
             while sum(self._counts()) < self.course.requests:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        self.course.equal, self.course.different, self.course.dropped = self._counts()
+        self.course.equal, self.course.different, self.course.dropped, _ = self._counts()
 
-    def _counts(self) -> tuple[int, int, int]:
+    def _counts(self) -> tuple[int, ...]:
         (part,) = self._mesh.output_processors
         assert part.host is not None
         name = "tokenloom_output_processor_verified_requests_total"
-        equal, different, dropped, unfit = (
-            int(part.host.metrics.get_sample_value(name, {"outcome": each}) or 0)
-            for each in ("equal", "different", "dropped", "unfit")
-        )
-        return equal, different, dropped + unfit
+        outcomes = ("equal", "different", "dropped", "unfit")
+        return tuple(int(part.host.metrics.get_sample_value(name, {"outcome": each}) or 0) for each in outcomes)
 
     async def damage(self, asked: Sequence[Asked]) -> bool:
         """Flip bits of an engine and ask for all; one that was found wrong is started again. Returns whether each
@@ -199,9 +204,9 @@ async def verified(directory: Path, worker: str, seed: int) -> AsyncIterator[Ver
     mesh = Mesh(directory, engines=3, engine=engine, output_processor={"verify": 1.0})
     verdicts, judged = list[Verdict](), verification.judged
 
-    async def noted(case: Any, opinion: Any) -> Any:
-        wrong, why = await judged(case, opinion)
-        verdicts.append(Verdict(case.output.token_ids, wrong in case.suspects, wrong.engine_id if wrong else ""))
+    async def noted(case: Any, other: Any, found: Any) -> Any:
+        wrong, why = await judged(case, other, found)
+        verdicts.append(Verdict(case.output.token_ids, wrong != other, wrong.engine_id if wrong else ""))
         return wrong, why
 
     with (

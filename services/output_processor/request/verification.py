@@ -285,19 +285,20 @@ class Verifier:
             if opinion is None:
                 return "dropped", f"no other engine that computes alike had time within {PATIENCE_SECONDS:g} s"
             if opinion.mismatch is not None:
-                await self._settle(case, opinion)
+                await self._settle(case, opinion.key, opinion.mismatch)
                 return "different", ""
         return "equal", ""
 
-    async def _settle(self, case: "_Case", opinion: Opinion) -> None:
+    async def _settle(self, case: "_Case", other: EngineKey, found: Mismatch) -> None:
         """Say which of the engines that differ is wrong, and let it end."""
         names = ", ".join(sorted(key.engine_id for key in case.suspects))
         what = f"request {case.record.id}, output {case.output.index}, computed on {names}"
-        what = f"{what}: on {opinion.key.engine_id} {opinion.mismatch}"
-        wrong, why = await judged(case, opinion)
+        what = f"{what}: on {other.engine_id} {found}"
+        wrong, why = await judged(case, other, found)
         log.error("wrong_tokens: %s; %s", what, why)
+        if wrong is None and self._quarantined.keys().isdisjoint(case.suspects_of(found)):
+            self._show(f"{names}, {other.engine_id}", f"{what}; {why}")
         if wrong is None:
-            self._show(f"{names}, {opinion.key.engine_id}", f"{what}; {why}")
             return
         now = asyncio.get_running_loop().time()
         self._quarantined = {key: at for key, at in self._quarantined.items() if now - at < QUARANTINE_SECONDS}
@@ -363,17 +364,27 @@ class _Case:
         if submit.text.stop:  # strings are looked for behind the engine, which would go on
             limit_tokens(self._params, len(output.token_ids))
 
+    def suspects_of(self, mismatch: Mismatch) -> frozenset[EngineKey]:
+        """Return the engines on whose KV a token depends: not those that were lost before, or took over later."""
+        legs = [leg for leg in self.output.legs if leg.start <= mismatch.position]
+        begin = max((number for number, leg in enumerate(legs) if leg.kind != "decode"), default=0)
+        return frozenset(EngineKey(leg.engine, leg.epoch) for leg in legs[begin:])
+
     async def ask(
         self, patience: float, *, exclude: Collection[EngineKey] = (), only: EngineKey | None = None
     ) -> Opinion | None:
         """Return what an engine computes, or the one that is asked for. None: none had time within ``patience``
-        seconds, or each was lost."""
+        seconds, or each has failed."""
         loop = asyncio.get_running_loop()
         until = loop.time() + patience
         while True:
             attempt = await self._placer.place_quiet(self._submit, self._pool, exclude, only)
-            if attempt is not None and self._can_repeat(attempt) and (found := await self._compute(attempt)):
-                return found
+            if attempt is not None and self._can_repeat(attempt):
+                try:
+                    if (found := await self._compute(attempt)) is not None:
+                        return found
+                except errors.Unavailable:
+                    exclude = {*exclude, attempt.link.key}
             if loop.time() >= until:
                 return None
             await asyncio.sleep(LOOK_SECONDS)
@@ -384,7 +395,7 @@ class _Case:
         return is_exact and (is_greedy or not attempt.link.identity.draws_by_drafts)
 
     async def _compute(self, attempt: EngineAttempt) -> Opinion | None:
-        """Compute the output; None: the engine was lost, or clients wait for its time."""
+        """Compute the output; None: clients wait for the engine's time. Raises ``Unavailable`` if it cannot."""
         owner, link = _Recomputed(self.output), attempt.link
         request = make_add(
             self._submit,
@@ -405,25 +416,24 @@ class _Case:
                 if not owner.ended.done() and self._placer.is_crowded(link.key):
                     return None
             return Opinion(link.key, owner.ended.result())
-        except errors.Unavailable:
-            return None
         finally:
             link.abort(attempt)
 
 
-async def judged(case: _Case, opinion: Opinion) -> tuple[EngineKey | None, str]:
-    """Return which engine is wrong, None if that is not known, and why. ``opinion``: of the first one that differs.
+async def judged(case: _Case, other: EngineKey, found: Mismatch) -> tuple[EngineKey | None, str]:
+    """Return which engine is wrong, None if that is not known, and why. ``other``: the engine that was asked, which has
+    ``found`` another token.
 
     A third engine decides, where there is one. Otherwise those that have computed the output compute it once more: one
     that does not come to the same again had changed, and so had one that alone stands by it.
     """
-    other, found = opinion.key, opinion.mismatch
-    third = await case.ask(OPINION_SECONDS, exclude={*case.suspects, other})
+    suspects = case.suspects_of(found)
+    third = await case.ask(OPINION_SECONDS, exclude={*suspects, other})
     if third is not None and third.mismatch is None:
         return other, f"{third.key.engine_id} computes it as recorded"
-    if third is not None and third.mismatch == found and len(case.suspects) == 1:
-        return next(iter(case.suspects)), f"{third.key.engine_id} computes the same as {other.engine_id}"
-    asked = [await case.ask(OPINION_SECONDS, only=key) for key in sorted(case.suspects)]
+    if third is not None and third.mismatch == found and len(suspects) == 1:
+        return next(iter(suspects)), f"{third.key.engine_id} computes the same as {other.engine_id}"
+    asked = [await case.ask(OPINION_SECONDS, only=key) for key in sorted(suspects)]
     again = [each for each in asked if each is not None]
     if len(asked) == 1 and again and again[0].mismatch is not None:
         return again[0].key, f"{again[0].key.engine_id} computes it otherwise now"

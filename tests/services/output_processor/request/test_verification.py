@@ -258,6 +258,24 @@ async def test_a_request_of_two_engines_is_computed_by_a_third_one(mesh: Mesh) -
     await until(lambda: counted(mesh, "equal") == 1)
 
 
+@pytest.mark.parametrize("roles", [[BOTH] * 3])
+async def test_an_engine_that_took_over_later_is_no_suspect(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1, (5, 6, 7), max_tokens=3, seed=9)])
+    first = await mesh.engines[0].next_stream()
+    (add,) = await first.next_adds(1)
+    first.send((add.slot, 0, [70, 66]))
+    await gateway.next_frame()
+    first.lose("GOAWAY")
+    other = await mesh.engines[1].next_stream()
+    (rest,) = await other.next_adds(1)
+    other.send((rest.slot, 2, [67]), finished=[Finished(slot=rest.slot, reason=LENGTH, num_output_tokens=3)])
+    await gateway.until_finished(1)
+    await opinion(mesh, 2, RIGHT)
+    await opinion(mesh, 1, RIGHT, other)  # its opinion counts: it has not computed the first token
+    assert "engine-1 computes the same as engine-2" in await quarantine(await mesh.engines[0].next_stream())
+
+
 @pytest.mark.parametrize("settings", [{"verify": 1e-9}])
 async def test_a_request_that_is_not_sampled_leaves_nothing(mesh: Mesh) -> None:
     gateway, _ = await ask(mesh)
@@ -311,8 +329,11 @@ class FakeCase:
 
     def __init__(self, suspects: str, opinions: dict[str, list[str]]) -> None:
         """``opinions``: by engine, in turn: ``-`` as recorded, otherwise another token."""
-        self.suspects = frozenset(map(key, suspects))
+        self._suspects = frozenset(map(key, suspects))
         self._opinions = opinions
+
+    def suspects_of(self, mismatch: Mismatch) -> frozenset[EngineKey]:
+        return self._suspects
 
     async def ask(self, patience: float, *, exclude: Any = (), only: EngineKey | None = None) -> Opinion | None:
         names = [only.engine_id] if only else [each for each in sorted(self._opinions) if key(each) not in exclude]
@@ -353,5 +374,5 @@ def mismatch(found: str) -> Mismatch | None:
 async def test_who_is_wrong(suspects: str, opinions: dict[str, list[str]], wrong: str | None) -> None:
     """``y`` has computed ``b`` where ``x``, or ``p`` and ``d``, had not; ``z`` is a third engine."""
     case: Any = FakeCase(suspects, opinions)
-    found, why = await judged(case, Opinion(key("y"), mismatch("b")))
+    found, why = await judged(case, key("y"), Mismatch(3, 0, ord("b")))
     assert (found and found.engine_id, bool(why)) == (wrong, True)

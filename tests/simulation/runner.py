@@ -1,11 +1,12 @@
 """Runs one seed from the start of its mesh to the check of everything that is left."""
 
 import asyncio
+import functools
 import gc
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -106,8 +107,13 @@ def run_seed(
     return run_plan(with_standby(plan) if has_standby else plan)
 
 
-def run_plan(plan: Plan, on_idle: Callable[[], object] = lambda: None) -> Result:
-    """Run a plan. ``on_idle`` is called when all requests have ended, while the mesh still runs.
+Course = Callable[[Network, Plan, Result], Coroutine[Any, Any, None]]
+"""What happens in a run; it adds to the result."""
+
+
+def run_plan(plan: Plan, on_idle: Callable[[], object] = lambda: None, course: "Course | None" = None) -> Result:
+    """Run a plan. ``on_idle`` is called when all requests have ended, while the mesh still runs. ``course``: happens in
+    place of :func:`simulate`.
 
     The garbage collector waits until the end: it would end the tasks of dead processes. Then it looks only at what the
     run has made.
@@ -116,7 +122,7 @@ def run_plan(plan: Plan, on_idle: Callable[[], object] = lambda: None) -> Result
     gc.freeze()
     gc.disable()
     with _reported(result), _hasty(result):
-        loop = _run_plan(plan, result, on_idle)
+        loop = _run_plan(plan, result, course or functools.partial(simulate, on_idle=on_idle))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what ends in the middle never awaits its last calls
             loop.close()
@@ -168,12 +174,12 @@ def _hasty(result: Result) -> Iterator[None]:
         yield
 
 
-def _run_plan(plan: Plan, result: Result, on_idle: Callable[[], object]) -> VirtualLoop:
+def _run_plan(plan: Plan, result: Result, course: Course) -> VirtualLoop:
     loop = VirtualLoop()
     network = Network(loop, Random(f"network {plan.seed}"), plan.mean_delay)
     began_at = loop.time()
     try:
-        loop.run(simulate(network, plan, result, on_idle))
+        loop.run(course(network, plan, result))
     except Exception as error:
         result.violations.append(f"the run ended with {error!r}")
     result.violations += loop.failures

@@ -8,6 +8,7 @@ from google.protobuf import struct_pb2
 from google.protobuf.message import Message as ProtoMessage
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.limits import MAX_TTFT_DEADLINE, TTFT_DEADLINE
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_sampling, narrow_token_ids
 from tokenloom.request.sampling_params import GenerationFields
 from tokenloom.v1 import inference_pb2
@@ -161,6 +162,8 @@ def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
             raise TypeError(f"{name!r} is not an option; expected {', '.join(sorted(_KNOWN))}")
         if name in SAMPLING_NAMES:
             sampling[name] = value
+        elif name == TTFT_DEADLINE:
+            _set_ttft_deadline(request, value)
         elif value is not None and name not in _OF_BEAMS:
             set_field(request, "user_request_id" if name == "request_id" else name, value, name)
     request.sampling_params.CopyFrom(narrow_sampling(sampling))
@@ -168,6 +171,17 @@ def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
     # The prompt's log probabilities are returned by token id.
     request.return_prompt_token_ids |= request.sampling_params.HasField("prompt_logprobs")
     return request
+
+
+def _set_ttft_deadline(request: inference_pb2.GenerateRequest, seconds: object) -> None:
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_TTFT_DEADLINE:
+        raise InvalidArgument(
+            f"{TTFT_DEADLINE} must be a number of seconds above 0 and at most {MAX_TTFT_DEADLINE}, not {seconds!r}",
+            TTFT_DEADLINE,
+        )
+    request.ttft_deadline.FromNanoseconds(round(seconds * 1e9))
 
 
 def _set_beam_search(request: inference_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:

@@ -42,6 +42,8 @@ class Options(GenerationFields, kw_only=True):
     length_penalty: float | None = None
     """With ``use_beam_search``: exponent of the length by which scores are divided; default 1."""
     priority: int = 0
+    ttft_deadline: float | None = None
+    """Seconds in which the first token must come: the request is refused at once unless that can be promised."""
     session: str = ""
     """Names the session of which the request is a turn: it runs where the KV of the turns before lies. Only a hint."""
     keep_seconds: int = 0

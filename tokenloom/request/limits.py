@@ -23,6 +23,10 @@ from typing import Final, NoReturn, Self
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Limit of the messages of every channel and server between services; gRPC's default of 4 MiB is too small for a long
 prompt."""
+TTFT_DEADLINE: Final = "ttft_deadline"
+"""Names the field with the seconds in which the first token of a request must come."""
+MAX_TTFT_DEADLINE: Final = 3600
+"""Seconds."""
 GiveBack = Callable[[int], object]
 """Takes an amount back."""
 

@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import struct_pb2 as _struct_pb2
 from tokenloom.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -52,7 +55,7 @@ MISS_CAUSE_EVICTED: MissCause
 MISS_CAUSE_OTHER_ENGINE: MissCause
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "parts", "sampling_params", "stop", "include_stop_str_in_output", "skip_special_tokens", "user_request_id", "priority", "ignore_eos", "return_timeline", "n", "bad_words", "spaces_between_special_tokens", "detokenize", "stream_interval", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids", "beam_search", "resumable", "data_parallel_rank", "continued_turn", "session", "keep_seconds")
+    __slots__ = ("model", "text", "token_ids", "chat", "parts", "sampling_params", "stop", "include_stop_str_in_output", "skip_special_tokens", "user_request_id", "priority", "ignore_eos", "return_timeline", "n", "bad_words", "spaces_between_special_tokens", "detokenize", "stream_interval", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids", "beam_search", "resumable", "data_parallel_rank", "continued_turn", "session", "keep_seconds", "ttft_deadline")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +83,7 @@ class GenerateRequest(_message.Message):
     CONTINUED_TURN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_DEADLINE_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: _types_pb2.TokenIds
@@ -107,7 +111,8 @@ class GenerateRequest(_message.Message):
     continued_turn: TurnPosition
     session: str
     keep_seconds: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., parts: _Optional[_Union[PromptParts, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., user_request_id: _Optional[str] = ..., priority: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., return_timeline: _Optional[bool] = ..., n: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., spaces_between_special_tokens: _Optional[bool] = ..., detokenize: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., resumable: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., continued_turn: _Optional[_Union[TurnPosition, _Mapping]] = ..., session: _Optional[str] = ..., keep_seconds: _Optional[int] = ...) -> None: ...
+    ttft_deadline: _duration_pb2.Duration
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., parts: _Optional[_Union[PromptParts, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., user_request_id: _Optional[str] = ..., priority: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., return_timeline: _Optional[bool] = ..., n: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., spaces_between_special_tokens: _Optional[bool] = ..., detokenize: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., resumable: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., continued_turn: _Optional[_Union[TurnPosition, _Mapping]] = ..., session: _Optional[str] = ..., keep_seconds: _Optional[int] = ..., ttft_deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class TurnPosition(_message.Message):
     __slots__ = ("request_id", "position")

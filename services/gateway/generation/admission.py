@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from random import Random, SystemRandom
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from tokenloom.request import errors, validation
 from tokenloom.request.limits import Reservation
@@ -19,7 +19,10 @@ from ..records.generate_request import Chat, GenerateRequest
 from ..settings.gateway_settings import ALWAYS_QUEUED
 from ..tenants.tenant_shares import MAX_QUEUE_SECONDS, TenantShare, TenantShares
 from .encoded_prompt import BYTES_PER_TOKEN, estimated_tokens
-from .refusal_log import RefusalLog
+
+if TYPE_CHECKING:
+    from ..metrics.gateway_metrics import PromiseOutcome
+    from .promises import Forecast, Promises
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class WaitEstimator:
         ``always_queued``: outputs of this gateway that may wait in any case."""
         self._max_seconds = max_queue_seconds
         self.always_queued = always_queued
-        self._draw = draw or SystemRandom()
+        self.draw = draw or SystemRandom()
         self._capacity = Capacity()
         self._other_live = self._other_tokens = 0
         self.live = 0
@@ -95,6 +98,12 @@ class WaitEstimator:
         # The longer, not the sum: prompts before a request are computed while it waits for a seat.
         return max(for_compute, for_seat)
 
+    def first_token_seconds(self, num_tokens: int) -> float:
+        """Return after how many seconds a request that came now would have its first token, as far as rates are known.
+        ``num_tokens``: of its prompts."""
+        rate = self._capacity.prefill_tokens_per_second
+        return self.wait_seconds() + (num_tokens / rate if rate else 0.0)
+
     def check(self, priority: int, timeout: float, *, queue_share: float = 1.0, is_sheddable: bool = False) -> None:
         """Raise ``ResourceExhausted``, with the time after which a retry may succeed, if a request would wait for too
         long: longer than its priority permits, or than it may take at all.
@@ -115,7 +124,7 @@ class WaitEstimator:
         if wait <= allowed:
             return
         # Spread, so that clients that were refused in one burst do not come back in one.
-        retry_after = max(wait, 1.0) * self._draw.uniform(0.5, 1.5)
+        retry_after = max(wait, 1.0) * self.draw.uniform(0.5, 1.5)
         raise errors.ResourceExhausted(
             f"The model is at capacity: the request would wait about {wait:.3g} s for its first token, and it may wait "
             f"{allowed:.3g} s; retry later.",
@@ -129,7 +138,7 @@ class WaitEstimator:
         if has_seat and self.wait_seconds() <= SPARE_SECONDS:
             return
         message = "The model is busy with more important requests; retry later."
-        raise errors.ResourceExhausted(message, retry_after=self._draw.uniform(0.5, 1.5))
+        raise errors.ResourceExhausted(message, retry_after=self.draw.uniform(0.5, 1.5))
 
     def add(self, num_outputs: int, num_tokens: int) -> None:
         """Count an admitted request."""
@@ -161,6 +170,28 @@ def estimate_prompt_tokens(request: GenerateRequest) -> int:
     return len(request.before) + sum(map(estimated_tokens, request.prompts))
 
 
+LOG_SECONDS: Final = 10.0
+"""Refusals for lack of capacity are logged at most once in this time: a line for each costs more than the refusal."""
+
+
+class RefusalLog:
+    """Counts refused requests between two lines."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock``: monotonic seconds."""
+        self._clock = clock
+        self._logged_at = -LOG_SECONDS
+        self._num_refused = 0
+
+    def add(self, message: str) -> None:
+        """Count a refusal, and log it with those since the last line if that is old enough."""
+        self._num_refused += 1
+        now = self._clock()
+        if now - self._logged_at >= LOG_SECONDS:
+            log.warning("requests refused since the last such line: %d; %s", self._num_refused, message)
+            self._logged_at, self._num_refused = now, 0
+
+
 _SHUTTING_DOWN = "the gateway is shutting down; retry"
 MAX_PROMPTS = 1024
 """Limit on the prompts of one request."""
@@ -173,8 +204,17 @@ class RequestAdmission:
     has room for every request that this rule admits.
     """
 
-    def __init__(self, shares: TenantShares, estimator: WaitEstimator, most_urgent_priority: int = 0) -> None:
-        """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for."""
+    def __init__(
+        self,
+        shares: TenantShares,
+        estimator: WaitEstimator,
+        most_urgent_priority: int = 0,
+        count_promise: "Callable[[PromiseOutcome], None]" = lambda _: None,
+    ) -> None:
+        """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for. ``count_promise``:
+        called once for each request that has a deadline for its first token."""
+        self._count_promise = count_promise
+        self._promises: Promises | None = None  # until the first such request: others then cost nothing for it
         self._shares = shares
         self._estimator = estimator
         self._refusals = RefusalLog(asyncio.get_running_loop().time)
@@ -214,6 +254,9 @@ class RequestAdmission:
             # admitted up to 2,048, and none was answered in time.
             if request.is_sheddable or estimator.pending >= estimator.always_queued:
                 self._check_wait(request, share, timeout)
+            num_tokens, forecast = estimate_prompt_tokens(request), None
+            if request.ttft_deadline is not None or (self._promises is not None and not most_at_once):
+                forecast = self._forecast(num_tokens, request.ttft_deadline)
             grammar = _take_grammar(request, share) if request.sampling.HasField("structured_outputs") else None
         except errors.TokenloomError:
             seats.release()
@@ -223,8 +266,19 @@ class RequestAdmission:
         num_pooled = num_outputs if most_at_once else 0
         estimator.pooled += num_pooled
         leave = partial(self._leave, num_outputs, num_pooled, is_new=self._num_old is not None)
-        num_tokens = estimate_prompt_tokens(request)
-        return AdmittedRequest(share, estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
+        return AdmittedRequest(
+            share, estimator, seats, leave, num_tokens=num_tokens, grammar=grammar, forecast=forecast
+        )
+
+    def _forecast(self, num_tokens: int, deadline: float | None) -> "Forecast":
+        """Return what is expected of a request, whether it has a deadline or not: forecasts become good by those that
+        have none, too. Raises as :meth:`Promises.open`."""
+        if self._promises is None:
+            from .promises import Promises  # here: most gateways promise nothing
+
+            clock, draw = asyncio.get_running_loop().time, self._estimator.draw
+            self._promises = Promises(clock, draw, self._count_promise)
+        return self._promises.open(self._estimator.first_token_seconds(num_tokens), deadline)
 
     def take_files(self, request: GenerateRequest) -> Reservation:
         """Take room for the files of a request's images that no large body holds. Raises ``ResourceExhausted``."""
@@ -319,13 +373,16 @@ class AdmittedRequest:
         *,
         num_tokens: int,
         grammar: Reservation | None = None,
+        forecast: "Forecast | None" = None,
     ) -> None:
         """Args:
         seats: Of its outputs, at the tenant and at the gateway.
         leave: Ends its presence at the mesh.
         num_tokens: An estimate of its prompt tokens.
         grammar: Held until the first token; None: the output follows none.
+        forecast: Of its first token; None: nobody asks for one.
         """
+        self._forecast = forecast
         self.num_outputs = self._num_pending = seats.amount
         self.num_used = 0
         self._share = share
@@ -367,6 +424,9 @@ class AdmittedRequest:
     def begin_output(self, index: int) -> None:
         """Take note of the first token of an output: its prompt was computed, and the grammar has been compiled."""
         if index not in self._begun:  # a call that resumes the request gets the first token again
+            if self._forecast is not None:
+                self._forecast.begin()
+                self._forecast = None
             self._begun.add(index)
             self._end_wait(1)
 
@@ -375,6 +435,8 @@ class AdmittedRequest:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._forecast is not None:
+            self._forecast.end()
         self._end_wait(self._num_pending)
         if self._has_tokens:
             self._share.charge(self._tokens, self.num_used)

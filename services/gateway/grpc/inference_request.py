@@ -9,6 +9,7 @@ from uuid import uuid4
 from google.protobuf.message import Message
 
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
+from tokenloom.request.limits import MAX_TTFT_DEADLINE, TTFT_DEADLINE
 from tokenloom.request.output_constraints import relax
 from tokenloom.request.validation import check_samples, check_stop_count
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
@@ -101,6 +102,7 @@ def _generate_request(
         tenant=tenant,
         ignore_eos=request.ignore_eos,
         priority=request.priority,
+        ttft_deadline=_ttft_deadline(request),
         num_samples=request.n or 1,
         beam_search=_beam_search(request),
         bad_words=request.bad_words,
@@ -113,11 +115,26 @@ def _generate_request(
     )
 
 
+def _ttft_deadline(request: inference_pb2.GenerateRequest) -> float | None:
+    if not request.HasField("ttft_deadline"):
+        return None
+    seconds = request.ttft_deadline.ToNanoseconds() / 1e9
+    if not 0 < seconds <= MAX_TTFT_DEADLINE:
+        raise InvalidArgument(
+            f"{TTFT_DEADLINE} must be above 0 and at most {MAX_TTFT_DEADLINE} seconds, not {seconds:g}", TTFT_DEADLINE
+        )
+    return seconds
+
+
 def _beam_search(request: inference_pb2.GenerateRequest) -> BeamOptions | None:
     if not request.HasField("beam_search"):
         return None
-    if request.return_timeline:
-        raise InvalidArgument("return_timeline is not available with beam search", "return_timeline")
+    for name, is_set in (
+        ("return_timeline", request.return_timeline),
+        (TTFT_DEADLINE, request.HasField("ttft_deadline")),
+    ):
+        if is_set:
+            raise InvalidArgument(f"{name} is not available with beam search", name)
     penalty = _optional(request.beam_search, "length_penalty")
     return BeamOptions() if penalty is None else BeamOptions(penalty)
 

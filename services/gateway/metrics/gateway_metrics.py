@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Literal, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -68,6 +68,9 @@ class KvFlow:
 
 
 _SAMPLES = (1, 2, 5, 10, 20)
+PromiseOutcome: TypeAlias = Literal["kept", "broken", "refused"]
+"""What became of a request with a deadline for its first token."""
+PROMISE_OUTCOMES: Final[tuple[PromiseOutcome, ...]] = ("kept", "broken", "refused")
 
 
 class Sized(Protocol):
@@ -189,9 +192,20 @@ class GatewayMetrics:
                 ("missed_tokens", "Prompt tokens of these turns that the earlier turn would have spared."),
             )
         )
+        promises = Counter(
+            "tokenloom_gateway_promises",
+            "Requests with a deadline for their first token (ttft_deadline): refused, or admitted and kept or broken.",
+            ["model_name", "outcome"],
+            registry=registry,
+        )
+        self._promises = {outcome: promises.labels(model_name, outcome) for outcome in PROMISE_OUTCOMES}
         self._sizes = RequestSizes(registry, labels)
         self._key_usage = key_usage
         self._adapter_usage = adapter_usage
+
+    def count_promise(self, outcome: PromiseOutcome) -> None:
+        """Count a request that had a deadline for its first token."""
+        self._promises[outcome].inc()
 
     def observe_miss(self, miss: inference_pb2.CacheMiss) -> None:
         """Observe what a turn of a conversation missed in the cache; without a cause it missed nothing."""

@@ -13,6 +13,7 @@ import msgspec
 
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.limits import TTFT_DEADLINE
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_int, narrow_sampling
 from tokenloom.request.output_constraints import json_schema_constraint, relax, structural_tag_constraint
 from tokenloom.request.validation import check_stop_count
@@ -335,6 +336,7 @@ def make_generate_request(
         tenant=tenant,
         ignore_eos=bool(fields.ignore_eos),
         priority=fields.priority or 0,
+        ttft_deadline=fields.ttft_deadline,
         num_samples=1 if fields.n is None else narrow("n", fields.n),
         beam_search=_beam_search(fields) if fields.use_beam_search or fields.length_penalty is not None else None,
         bad_words=fields.bad_words or (),
@@ -351,7 +353,7 @@ def _beam_search(fields: CommonFields) -> BeamOptions | None:
         if fields.length_penalty not in (None, 1.0):
             raise errors.InvalidArgument("length_penalty needs use_beam_search", "length_penalty")
         return None
-    for name in ("stream", "return_timeline"):
+    for name in ("stream", "return_timeline", TTFT_DEADLINE):
         if getattr(fields, name):
             raise errors.InvalidArgument(f"{name} is not available with use_beam_search", name)
     return BeamOptions() if fields.length_penalty is None else BeamOptions(fields.length_penalty)

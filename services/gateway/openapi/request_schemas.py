@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenloom.request.beam_search import MAX_LENGTH_PENALTY
+from tokenloom.request.limits import MAX_TTFT_DEADLINE
 from tokenloom.request.sampling_params import GenerationFields, SamplingFields
 
 from .constraints import INTEGER, INTEGER_OR_FALSE, PROMPT, TOOL, TOOL_CHOICE, TURN
@@ -60,6 +61,13 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
         Meta(description="Lower runs first, if engines schedule by priority."),
+    ] = None
+    ttft_deadline: Annotated[
+        Annotated[float, Meta(gt=0, le=MAX_TTFT_DEADLINE)] | None,
+        Meta(
+            description="Seconds in which the first token must come; refused at once, with 503 and Retry-After, unless "
+            "that can be promised."
+        ),
     ] = None
     use_beam_search: Annotated[
         bool | None, Meta(description="Search the n likeliest outputs instead of sampling; not in streams.")

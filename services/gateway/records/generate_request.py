@@ -153,6 +153,9 @@ class GenerateRequest:
     session: str = ""
     """The client's name for the session of which it is a turn, a hint for placement and caches; empty: it gives
     none."""
+    ttft_deadline: float | None = None
+    """Seconds from the request's arrival in which its first token must come; it is refused at once unless that can be
+    promised. None: it has no such deadline."""
     keep_seconds: int = 0
     """For how long the client wants the prompt kept in the cache; 0: it does not say. A hint for caches."""
     edits: PromptEdits | None = None

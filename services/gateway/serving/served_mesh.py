@@ -154,7 +154,7 @@ async def connect(
         MeshLinks(tokenizers, view, outputs, _encoders(view, host, context, settings) if has_files else None),
         context,
         counts,
-        RequestAdmission(shares, estimator, settings.most_urgent_priority),
+        RequestAdmission(shares, estimator, settings.most_urgent_priority, counts.count_promise),
         ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
     )

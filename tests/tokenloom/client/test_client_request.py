@@ -74,12 +74,17 @@ def test_beam_search() -> None:
 
 
 def test_every_option_reaches_its_field() -> None:
-    beams = {"use_beam_search", "length_penalty"}
-    assert set(VALUES) | set(OF_THE_REQUEST) | beams | {"request_id"} == set(Options.__struct_fields__)
+    others = {"use_beam_search", "length_penalty", "request_id", "ttft_deadline"}
+    assert set(VALUES) | set(OF_THE_REQUEST) | others == set(Options.__struct_fields__)
     request = prompt_request("abc", {"model": "m", **VALUES, **OF_THE_REQUEST, "request_id": "r"})
     assert {field.name for field, _ in request.sampling_params.ListFields()} == set(VALUES)
     assert {name: getattr(request, name) for name in OF_THE_REQUEST} == OF_THE_REQUEST
     assert (request.user_request_id, request.model, request.text) == ("r", "m", "abc")
+
+
+def test_a_deadline_for_the_first_token() -> None:
+    assert prompt_request("abc", {"ttft_deadline": 1.5}).ttft_deadline.ToMilliseconds() == 1500
+    assert not prompt_request("abc", {"ttft_deadline": None}).HasField("ttft_deadline")
 
 
 def test_nothing_is_sent_that_was_not_given() -> None:
@@ -97,6 +102,11 @@ def test_nothing_is_sent_that_was_not_given() -> None:
         ({"n": -1}, "n"),
         ({"n": "1"}, "n"),
         ({"priority": 2**40}, "priority"),
+        ({"ttft_deadline": 0}, "ttft_deadline"),
+        ({"ttft_deadline": float("nan")}, "ttft_deadline"),
+        ({"ttft_deadline": 3601}, "ttft_deadline"),
+        ({"ttft_deadline": True}, "ttft_deadline"),
+        ({"ttft_deadline": "1"}, "ttft_deadline"),
     ],
 )
 def test_wrong_values_are_named(options: dict[str, Any], word: str) -> None:

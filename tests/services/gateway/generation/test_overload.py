@@ -93,3 +93,41 @@ async def test_a_less_urgent_request_may_wait_less(socket_dir: Path) -> None:
         mesh.outputs.auto = ["x"]
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200  # waits for 2 s, by the estimate
         await refused(http, priority=1)
+
+
+async def promises(http: httpx.AsyncClient) -> dict[str, int]:
+    """Return how many requests with a deadline for their first token had each outcome."""
+    lines = [line for line in (await http.get("/metrics")).text.splitlines() if "gateway_promises_total{" in line]
+    return {line.split('outcome="')[1].partition('"')[0]: round(float(line.rpartition(" ")[2])) for line in lines}
+
+
+async def test_a_deadline_for_the_first_token_is_promised_or_refused_at_once(socket_dir: Path) -> None:
+    async with busy_gateway(socket_dir, seats=100, prefill_tokens_per_second=100.0) as (mesh, http):
+        assert await promises(http) == {"kept": 0, "broken": 0, "refused": 0}
+        task, request = await start(mesh, http, prompt=[1] * 100, ttft_deadline=60)
+        # 1 s for the prompt before it, 0.5 for its own, and as much and 0.1 again: nothing is known of the errors yet.
+        response = await refused(http, prompt=[1] * 50, ttft_deadline=3.05)
+        error = response.json()["error"]
+        assert error["param"] == "ttft_deadline"
+        assert "after about 1.5 s, and 3.1 s at the latest; 3.05 s cannot be promised" in error["message"]
+        assert int(response.headers["retry-after"]) >= 1
+        second, follower = await start(mesh, http, prompt=[1] * 40, ttft_deadline=4)
+        for each in (request, follower):
+            each.answer("x")
+        assert (await task).status_code == (await second).status_code == 200
+        assert await promises(http) == {"kept": 2, "broken": 0, "refused": 1}
+        third, last = await start(mesh, http)  # without a deadline it teaches how wrong forecasts are
+        last.answer("x")
+        assert (await third).status_code == 200
+
+
+@pytest.mark.parametrize("deadline", [0, -1, 3601, "soon"])
+async def test_a_deadline_that_is_none_is_an_error(socket_dir: Path, deadline: object) -> None:
+    async with busy_gateway(socket_dir, seats=4) as (_, http):
+        response = await http.post("/v1/completions", json=BODY | {"ttft_deadline": deadline})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "ttft_deadline"
+        search = await http.post("/v1/completions", json=BODY | {"ttft_deadline": 1, "use_beam_search": True})
+        assert search.status_code == 400
+        assert search.json()["error"]["param"] == "ttft_deadline"
+        assert sum((await promises(http)).values()) == 0

@@ -1,6 +1,6 @@
 import pytest
 
-from tokenloom.services.gateway.generation.refusal_log import LOG_SECONDS, RefusalLog
+from tokenloom.services.gateway.generation.admission import LOG_SECONDS, RefusalLog
 
 
 def test_refusals_share_a_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
@@ -41,6 +42,27 @@ async def test_a_stream_of_text_and_tokens(mesh: FakeMesh) -> None:
     assert last.usage == inference_pb2.Usage(prompt_tokens=3, completion_tokens=6, cached_tokens=1)
     assert last.timeline.queued_ns == 2_000_000
     assert last.timeline.tokenize_ns > 0
+
+
+async def test_a_deadline_for_the_first_token_is_promised_or_refused(mesh: FakeMesh) -> None:
+    request = inference_pb2.GenerateRequest(text="abc", ttft_deadline=duration_pb2.Duration(nanos=50_000_000))
+    search = inference_pb2.GenerateRequest(text="abc", n=2, beam_search=inference_pb2.BeamSearch())
+    search.ttft_deadline.seconds = 1
+    async with mesh.inference() as stub:
+        for wrong in (inference_pb2.GenerateRequest(text="abc", ttft_deadline=duration_pb2.Duration()), search):
+            with pytest.raises(grpc.aio.AioRpcError, match="ttft_deadline") as failed:
+                await stub.Generate(wrong).read()
+            assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be promised") as refused:
+            await stub.Generate(request).read()
+        error = wire_errors.from_rpc(refused.value)
+        assert isinstance(error, errors.ResourceExhausted)
+        assert error.field == "ttft_deadline"
+        assert error.retry_after
+        request.ttft_deadline.seconds = 30
+        call = stub.Generate(request)
+        (await mesh.outputs.next_request()).answer("x")
+        assert "".join([response.text async for response in call]) == "x"
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(-1, 512 - 12), (5, 5), (0, None), (-2, None)])

@@ -57,7 +57,7 @@ SENTENCES = {
         f"and so does the picture model ({_PICTURE_BYTES / 1e6:.1f} MB)"
     ],
     "docs/operate/security.md": [
-        f"| files of images and sounds, in a gateway | bytes | {encoder_client.MAX_PUTS} to each encoder |",
+        f"| files of images, videos and sounds, in a gateway | bytes | {encoder_client.MAX_PUTS} to each encoder |",
         f"{_WORDS[_CERTIFICATE_ALERTS]} alerts warn",
         f"A body above {_kib(request_body.OFF_LOOP_BYTES)} is counted before any of it is built: it may hold "
         f"{large_json.MAX_CONTAINERS:,} objects and arrays, {large_json.MAX_STRINGS:,} strings and "

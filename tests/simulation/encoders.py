@@ -19,7 +19,7 @@ from tokenloom.v1 import types_pb2
 from tokenloom.v1.encoder_pb2 import ROW_TYPE_FLOAT32, GetEncoderInfoResponse, PutResponse
 from tokenloom.v1.encoder_pb2_grpc import add_EncoderServicer_to_server
 from tokenloom.v1.tokenizer_pb2 import MediaSize
-from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem, MediaRun
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem, MediaKind, MediaRun
 
 MARK = 1
 """Stands for an image in the tokens of a conversation; no prompt has this id otherwise."""
@@ -80,7 +80,7 @@ def expand(token_ids: list[int], media: list[MediaSize]) -> tuple[list[int], lis
 class _Maker(Maker, SizeReader):
     num_places = 2
 
-    async def size(self, data: bytes) -> PutResponse:
+    async def size(self, data: bytes, kind: MediaKind = MEDIA_KIND_IMAGE) -> PutResponse:
         await asyncio.sleep(HEADER_SECONDS)
         return PutResponse(width=rows_in(data), height=1, num_bytes=len(data))
 

@@ -31,6 +31,7 @@ from prometheus_client import Counter
 
 from tokenloom.process import unix_socket
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.addresses import MAX_UNIX_PATH
 from tokenloom.services.runtime.tasks import Tasks
 
 from ..client_flow import ResponseWriter
@@ -44,8 +45,6 @@ SUFFIX = ".held"
 """Of the sockets at which gateways take connections: the name of each gateway stands before it."""
 GIVE_SECONDS = 30.0
 """For so long a holder looks for a gateway. Output processors keep the requests for twice as long."""
-_MAX_PATH = 107
-"""Bytes of the path of a unix socket."""
 _LOOK_SECONDS = 0.05
 _TAKE_SECONDS = 10.0
 """Limit on the time that a gateway takes for one connection."""
@@ -69,8 +68,10 @@ def start_holder(directory: Path, name: str) -> HeldTable:
     """
     if sys.platform != "linux" or platform.machine() not in _CLONE:
         raise InvalidArgument("it needs Linux on x86-64 or ARM64", "hold_connections")
-    if len(os.fsencode(directory / f"{name}{SUFFIX}")) > _MAX_PATH:
-        message = f"{directory} is too long for a unix socket {name}{SUFFIX} in it, whose path has {_MAX_PATH} bytes"
+    if len(os.fsencode(directory / f"{name}{SUFFIX}")) > MAX_UNIX_PATH:
+        message = (
+            f"{directory} is too long for a unix socket {name}{SUFFIX} in it, whose path has {MAX_UNIX_PATH} bytes"
+        )
         raise InvalidArgument(f"{message} at most", "hold_connections")
     assert len(os.listdir("/proc/self/task")) == 1, "a lock of another thread would stay locked in the holder"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -180,6 +181,8 @@ def _give_all(table: HeldTable, path: Path, held: list[tuple[HeldRecord, socket.
             peer.connect(str(path))
         except OSError:  # a socket that an ended gateway has left, or one of a gateway that leaves
             return
+        if not _is_ours(peer):
+            return
         goes_on = True
         while held and goes_on:
             record, connection = held.pop()
@@ -187,6 +190,13 @@ def _give_all(table: HeldTable, path: Path, held: list[tuple[HeldRecord, socket.
             table.mark_given(record.slot)
             with connection:
                 goes_on = _give(peer, record, connection)
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Return whether a process of the same user has the other end: requests hold keys, and the directory may be one in
+    which others can make files."""
+    _, user, _ = struct.unpack("@iii", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.geteuid())
 
 
 def _give(peer: socket.socket, record: HeldRecord, connection: socket.socket) -> bool:
@@ -261,6 +271,9 @@ class TakenConnections:
         try:
             while True:
                 peer, _ = await loop.sock_accept(listener)
+                if not _is_ours(peer):
+                    peer.close()
+                    continue
                 peer.settimeout(_TAKE_SECONDS)
                 self._tasks.spawn(self._take_all(peer), name="connections of another gateway")
         finally:

@@ -1,0 +1,142 @@
+"""What a gateway does with a connection that it is given, and what a holder gives."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from tests.services.gateway.fakes import SOON
+from tokenloom.request.limits import AdmissionLimit
+from tokenloom.services.gateway.http.held_responses import BEGUN, CHUNKED, ENDED, HeldTable, PastResponse
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
+from tokenloom.services.gateway.http.server.connection_holder import HeldProtocol, TakenConnections
+from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.http_server import HttpServer
+from tokenloom.services.gateway.metrics.gateway_metrics import count_taken
+
+REQUEST = b"POST /a HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{}"
+_LENGTHS = struct.Struct(">III")
+
+
+async def answer(exchange: HttpExchange) -> None:
+    """Answer whole, or continue what has begun."""
+    if exchange.past is not None and exchange.past.has_begun:
+        await exchange.finish(b"the rest")
+    else:
+        await exchange.respond(200, exchange.method.encode())
+
+
+@asynccontextmanager
+async def serving(limit: int = 4) -> AsyncIterator[tuple[HttpServer, HeldTable]]:
+    table, budget = HeldTable(4), AdmissionLimit(1 << 20)
+    server = HttpServer(answer, "127.0.0.1:0", budget=budget, connections=Connections(limit, limit), insecure=False)
+    server.hold(partial(HeldProtocol, table=table))
+    serve = asyncio.create_task(server.serve())
+    try:
+        yield server, table
+    finally:
+        await server.stop()
+        await serve
+
+
+@contextlib.contextmanager
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The end of a gateway that was killed, and that of its client."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        client.setblocking(False)
+        yield listener.accept()[0], client
+
+
+async def received(client: socket.socket, end: bytes) -> bytes:
+    data = b""
+    async with asyncio.timeout(SOON):
+        while not data.endswith(end):
+            piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
+            assert piece, data
+            data += piece
+    return data
+
+
+async def test_a_response_that_has_begun_goes_on_and_the_connection_stays() -> None:
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            past = PastResponse(REQUEST, b"5\r\nhello\r\n", BEGUN | CHUNKED)
+            assert await server.take(past, ours) == "begun"
+            assert await received(client, b"0\r\n\r\n") == b"5\r\nhello\r\n8\r\nthe rest\r\n0\r\n\r\n"
+            client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
+            assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
+        async with asyncio.timeout(SOON):
+            while table.num_held:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_a_response_of_which_nothing_was_sent_is_made() -> None:
+    async with serving() as (server, _):
+        with connection() as (ours, client):
+            assert await server.take(PastResponse(REQUEST), ours) == "not_begun"
+            assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_response_that_was_complete_gets_its_last_bytes() -> None:
+    async with serving() as (server, _):
+        for state in (BEGUN | CHUNKED | ENDED, BEGUN):
+            with connection() as (ours, client):
+                assert await server.take(PastResponse(REQUEST, b"of it\r\n0\r\n\r\n", state), ours) == "complete"
+                assert await received(client, b"0\r\n\r\n") == b"of it\r\n0\r\n\r\n"
+                client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
+                assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_gateway_with_too_many_connections_writes_nothing_into_a_response() -> None:
+    async with serving(limit=1) as (server, _):
+        with connection() as (first, _), connection() as (second, client):
+            assert await server.take(PastResponse(REQUEST), first) == "not_begun"
+            past = PastResponse(REQUEST, b"5\r\nhello\r\n", BEGUN | CHUNKED)
+            assert await server.take(past, second) == "refused"
+            async with asyncio.timeout(SOON):
+                assert await asyncio.get_running_loop().sock_recv(client, 1 << 16) == b""
+
+
+async def test_a_request_that_cannot_be_read_again_ends_its_connection() -> None:
+    async with serving() as (server, _):
+        with connection() as (ours, client):
+            past = PastResponse(b"POST /a HTTP/1.1\r\n", b"5\r\nhello\r\n", BEGUN | CHUNKED)
+            assert await server.take(past, ours) == "refused"
+            async with asyncio.timeout(SOON):
+                with contextlib.suppress(ConnectionResetError):
+                    assert await asyncio.get_running_loop().sock_recv(client, 1 << 16) == b""
+
+
+async def test_a_message_that_no_holder_sends_harms_no_other(socket_dir: Path) -> None:
+    async with serving() as (server, _):
+        taken = TakenConnections(socket_dir, "gateway-0", server.take, count_taken(CollectorRegistry()))
+        task = asyncio.create_task(taken.serve())
+        path, loop = socket_dir / "gateway-0.held", asyncio.get_running_loop()
+        async with asyncio.timeout(SOON):
+            while not path.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            with socket.socket(socket.AF_UNIX) as wrong:
+                wrong.setblocking(False)
+                await loop.sock_connect(wrong, str(path))
+                await loop.sock_sendall(wrong, b"no connection comes with it")
+                with contextlib.suppress(ConnectionResetError):
+                    assert await loop.sock_recv(wrong, 1) == b""
+            with connection() as (ours, client), socket.socket(socket.AF_UNIX) as peer:
+                peer.setblocking(False)
+                await loop.sock_connect(peer, str(path))
+                about = json.dumps([0, "", 0, []]).encode()
+                socket.send_fds(peer, [_LENGTHS.pack(len(about), len(REQUEST), 0)], [ours.fileno()])
+                await loop.sock_sendall(peer, about + REQUEST)
+                assert await loop.sock_recv(peer, 1) == b"t"
+                ours.close()
+                assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
+        task.cancel()
+        await asyncio.wait([task])
+        assert not path.exists()

@@ -254,9 +254,11 @@ class HeldResponse:
         self._total = self._commit = 0
         self._state = 0
         self._entries: list[int] = []
-        self._bank = _BANKS[0]
+        self._pack = _BANKS[0].pack_into
         self._is_stored = True
+        self._is_plain = False  # whether a piece within the ring is stored without further ado
         self._transport = flow.transport
+        self._write = self._transport.write
         self._transport.set_write_buffer_limits(high=MOST_BUFFERED)
         if past is None:
             self._store_fixed("")
@@ -272,30 +274,41 @@ class HeldResponse:
 
     def write(self, data: bytes) -> None:
         """Store a piece of the response, then write it."""
+        # In one function, without a look at what is so for the first and the last piece only: it runs for each token.
         size, total = len(data), self._total
         at = total % RING_BYTES
-        if size > MOST_AT_ONCE:
-            # Until the kernel takes bytes that are not stored, the stored ones say all that is needed.
-            self._is_stored = False
+        end = at + size
+        if end > RING_BYTES or size > MOST_AT_ONCE or not self._is_plain or data.endswith(_LAST_CHUNK):
+            self._write_rarely(data, at, size)
+            return
+        ring, memory = self._ring, self._memory
+        memory[ring + at : ring + end] = data
+        self._total = total = total + size
+        commit = self._commit = self._commit + 1
+        self._pack(memory, self._banks[commit & 1], total, self._state, *self._entries)
+        self._words[self._commit_at] = commit
+        self._write(data)
+
+    def _write_rarely(self, data: bytes, at: int, size: int) -> None:
+        """Store the first or the last piece, or one that goes around the ring. One that is too large is not stored, nor
+        is what follows it: until the kernel takes bytes that are not stored, the stored ones say all that is needed."""
+        self._is_stored = self._is_stored and size <= MOST_AT_ONCE
         if self._is_stored:
-            ring, memory = self._ring, self._memory
-            if at + size <= RING_BYTES:
-                memory[ring + at : ring + at + size] = data
-            else:
-                fits = RING_BYTES - at
-                memory[ring + at : ring + RING_BYTES] = data[:fits]
-                memory[ring : ring + size - fits] = data[fits:]
-            self._total = total + size
+            ring, fits = self._ring, min(size, RING_BYTES - at)
+            self._memory[ring + at : ring + at + fits] = data[:fits]
+            self._memory[ring : ring + size - fits] = data[fits:]
+            self._total += size
             if not self._state & BEGUN:
                 self._state |= BEGUN | CHUNKED if _IS_CHUNKED in data else BEGUN
-            elif data.endswith(_LAST_CHUNK) and self._state & CHUNKED:
+            elif self._state & CHUNKED and data.endswith(_LAST_CHUNK):
                 self._state |= ENDED
             self._store()
-        self._transport.write(data)
+        self._is_plain = self._is_stored and bool(self._state & CHUNKED)
+        self._write(data)
 
     def name(self, request_id: str, entries: list[int]) -> None:
         """Store the id of the request, and a word for each output: see :attr:`OutputEntry.word`."""
-        self._entries, self._bank = entries, _BANKS[len(entries)]
+        self._entries, self._pack = entries, _BANKS[len(entries)].pack_into
         if request_id:
             self._state |= NAMED
         self._store_fixed(request_id)
@@ -305,11 +318,11 @@ class HeldResponse:
         """Note that the next piece holds the events before any output."""
         self._state |= SHAPED
 
-    def advance(self, index: int, num_tokens: int, num_chars: int, *, has_event: bool, is_finished: bool) -> None:
-        """Note that the next piece covers an output up to so many tokens, and so many characters more of its text."""
+    def advance(self, index: int, num_tokens: int, num_chars: int, flags: int) -> None:
+        """Note that the next piece covers an output up to so many tokens, and so many characters more of its text.
+        ``flags``: 1 if it has an event of it, and 2 if the output has ended."""
         word = self._entries[index]
-        flags = word & 1 | has_event | is_finished << 1
-        self._entries[index] = flags | num_tokens << 2 | ((word >> 33) + num_chars) << 33
+        self._entries[index] = word & 1 | flags | num_tokens << 2 | (word >> 33) + num_chars << 33
 
     def close(self) -> None:
         """Let go of the response, which has ended: at once, or when the kernel has its last bytes."""
@@ -339,7 +352,7 @@ class HeldResponse:
     def _store(self) -> None:
         """Let what was stored count."""
         commit = self._commit = self._commit + 1
-        self._bank.pack_into(self._memory, self._banks[commit & 1], self._total, self._state, *self._entries)
+        self._pack(self._memory, self._banks[commit & 1], self._total, self._state, *self._entries)
         self._words[self._commit_at] = commit  # one aligned word: a process that is killed has stored it, or not
 
 

@@ -191,8 +191,8 @@ class HeldAnswer:
         num_tokens, num_chars = delta.token_index + len(delta.token_ids), len(delta.text)
         events = self._answer.events(delta)
         if self._held is not None:
-            is_finished = delta.finished is not None
-            self._held.advance(delta.index, num_tokens, num_chars, has_event=bool(events), is_finished=is_finished)
+            flags = (1 if events else 0) if delta.finished is None else 3
+            self._held.advance(delta.index, num_tokens, num_chars, flags)
         return events
 
 

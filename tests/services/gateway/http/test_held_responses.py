@@ -77,7 +77,7 @@ async def test_what_the_kernel_has_taken_is_not_missing() -> None:
         held.name(ID, [0, 0])
         held.mark_shaped()
         connection.flow.transport.write(HEAD)
-        held.advance(1, 3, 11, has_event=True, is_finished=False)
+        held.advance(1, 3, 11, 1)
         connection.flow.transport.write(b"5\r\nhello\r\n")
         record = only(table.records())
         assert record.base == len(b"of an earlier response")
@@ -158,11 +158,11 @@ async def test_a_piece_that_was_stored_in_part_spoils_nothing() -> None:
         held = connection.begin(table)
         held.name(ID, [0])
         for _ in range(RING_BYTES // 1000 + 1):
-            held.advance(0, 1, 1, has_event=True, is_finished=False)
+            held.advance(0, 1, 1, 1)
             connection.flow.transport.write(b"a" * 1000)
         before = only(table.records())
         held._store = lambda: None  # type: ignore[method-assign]
-        held.advance(0, 2, 1, has_event=True, is_finished=True)
+        held.advance(0, 2, 1, 3)
         connection.flow.transport.write(b"b" * MOST_AT_ONCE)
         assert only(table.records()) == before
 

@@ -52,7 +52,7 @@ class WarmUp(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.decode_batches)) or "none"
-        step = "the remembered memory of a prefill step" if self.is_remembered else "a prefill step"
+        step = "the remembered time and memory of a prefill step" if self.is_remembered else "a prefill step"
         return (
             f"{self.seconds:.1f} s, decode steps of {batches} requests, {step} of {self.prefill_tokens} tokens "
             f"with {self.activation_bytes >> 20} MiB of activations, and the sampler for {self.sampled_rows} rows"

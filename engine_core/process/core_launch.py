@@ -22,6 +22,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from tokenloom.process.forked_process import PYTHON_MODULE
 from tokenloom.process.rendezvous_dir import RendezvousDir
 from tokenloom.process.standby import WaitingChild, take_waiting_child
 
@@ -141,7 +142,7 @@ class CoreProcess:
 
 def _spawn(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | WaitingChild:
     """Run a command that inherits these descriptors: in a child that has imported what it needs, if one waits."""
-    if (child := take_waiting_child()) is not None:
+    if tuple(command[: len(PYTHON_MODULE)]) == PYTHON_MODULE and (child := take_waiting_child()) is not None:
         try:
             child.run(command, descriptors)
             return child

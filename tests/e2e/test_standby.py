@@ -60,7 +60,7 @@ def test_a_part_that_is_killed_is_forked_anew(mesh: Any, service: str) -> None:
     assert {process.pid for process in standbys(mesh)} == before, "both live, and both are of use again"
     assert maps_torch(new) == (service == "engine"), "a front has no use for it: it has come with the fork"
     if service == "engine":
-        assert "the remembered memory of a prefill step" in mesh.log.read_text()[written:]
+        assert "the remembered time and memory of a prefill step" in mesh.log.read_text()[written:]
         assert [child for child in new.children() if "tokenloom.services.engine.core.core_main" in command_of(child)]
     assert "started anew" not in mesh.log.read_text()
 

@@ -1,6 +1,8 @@
 """A core in an actor of Ray, without a cluster; ``tests/parity/ranks/test_core_on_ray.py`` has one."""
 
 import socket
+import subprocess
+import sys
 import threading
 from unittest.mock import MagicMock
 
@@ -8,6 +10,7 @@ import pytest
 
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, KVConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.executor import ray_cluster
+from tokenloom.engine_core.process import core_launch
 from tokenloom.engine_core.process.core_launch import RemoteCore, _accept
 
 SOON = 30.0
@@ -30,6 +33,45 @@ def test_a_core_waits_for_the_client_that_knows_the_secret() -> None:
             waiting.join(SOON)
             assert found[0].recv(4) == b"more"
             found[0].close()
+
+
+class FakeChild:
+    """A child that waits for its command."""
+
+    def __init__(self, is_gone: bool) -> None:
+        self.is_gone = is_gone
+        self.calls: list[object] = []
+
+    def run(self, command: list[str], descriptors: list[int]) -> None:
+        if self.is_gone:
+            raise BrokenPipeError
+        self.calls.append((command, descriptors))
+
+    def discard(self) -> None:
+        self.calls.append("discarded")
+
+
+PRINT = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_gone"),
+    [([sys.executable, "-m", "this"], False), ([sys.executable, "-m", "this"], True), (PRINT, False)],
+)
+def test_a_child_that_waits_becomes_the_core_if_it_can(
+    command: list[str], is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = FakeChild(is_gone)
+    monkeypatch.setattr(core_launch, "take_waiting_child", lambda: child)
+    process = core_launch._spawn(command, [1])
+    if command is PRINT or is_gone:
+        assert child.calls == (["discarded"] if is_gone else [])
+        assert isinstance(process, subprocess.Popen)
+        process.communicate()
+        assert process.returncode == 0
+    else:
+        assert process is child  # type: ignore[comparison-overlap]
+        assert child.calls == [(command, [1])]
 
 
 def test_kv_that_moves_is_refused_before_ray_is_asked() -> None:

@@ -224,7 +224,7 @@ def test_a_worker_computes_few_steps_where_one_like_it_has_measured_them(monkeyp
     assert (computed, again.is_remembered, again.decode_batches) == (4, True, [1, 2, 4])
     assert again.activation_bytes == first.activation_bytes
     assert again.prefill_tokens == first.prefill_tokens
-    assert "the remembered memory of a prefill step of 128 tokens" in str(again)
+    assert "the remembered time and memory of a prefill step of 128 tokens" in str(again)
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"quantization": "int8-dynamic"}, {"max_model_len": 100}])

@@ -156,9 +156,9 @@ class MeshOptions(Struct, frozen=True):
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
     coordinators: Annotated[_Parts, "Coordinators: one is active, the others stand by to take its place."] = 1
     standby: Annotated[
-        bool,
-        "Keep a process that has imported what engines need: theirs are forks of it, and one that ends is back sooner.",
-    ] = False
+        bool | None,
+        "Keep a process that has imported what engines on a CPU need: theirs are forks of it. By default with several.",
+    ] = None
     host: Annotated[str, "Address that the gateways listen on."] = "127.0.0.1"
     port: Annotated[_Port, "HTTP port of the first gateway; 0: a free one."] = 8000
     grpc_port: Annotated[_Port | None, "Public gRPC port of the first gateway; by default 1000 above --port."] = None

@@ -225,7 +225,7 @@ def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> MeshOutcom
     Exceptions of `work` are raised again after every part has ended. Raises `PortTaken` before any part starts.
     """
     with _planned(options, output) as plan:
-        first, starter = fork_first(plan.specs, output, has_standby=options.standby)
+        first, starter = fork_first(plan.specs, output, has_standby=bool(options.standby))
         with contextlib.closing(starter):
             return asyncio.run(supervise(plan.mesh(first, starter), work))
 

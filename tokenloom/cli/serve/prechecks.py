@@ -76,6 +76,20 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
                 )
 
 
+def with_standby(options: MeshOptions) -> MeshOptions:
+    """Return the options with the choice of a standby for engines. Raises ``CannotServe`` where there is none."""
+    settings = _engine_settings(options)
+    engine, num_engines = settings.engine, len(options.models) * len(options.engine_roles)
+    has_gpu = engine.worker.device != "cpu" and (engine.worker.device != "auto" or may_have_gpu())
+    if options.standby and has_gpu:
+        raise CannotServe("--standby: engines on a GPU are no forks, whose driver would fail; leave it out")
+    if options.standby is not None:
+        return options
+    # Engines that are forks share 70 MB of torch, and import it once. A lone one takes 18 MB more with a standby.
+    imports_torch = engine.worker.worker == "model" and not settings.remote_vllm and engine.parallel.world_size == 1
+    return replace(options, standby=num_engines > 1 and imports_torch and not has_gpu)
+
+
 def _check_towers(options: MeshOptions) -> None:
     """Check that this machine and the models have the graphs that encoders are asked for. Raises ``CannotServe``."""
     try:

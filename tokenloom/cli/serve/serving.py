@@ -17,7 +17,7 @@ from tokenloom.supervisor.output import LineCopier, bare, prefixed, unbuffered
 from ..failures import reported
 from ..model_directory import model_directory
 from ..options import built
-from .prechecks import check_host, check_models, warn_of_variables
+from .prechecks import check_host, check_models, warn_of_variables, with_standby
 from .serve_options import service_arguments, service_flags
 
 
@@ -39,6 +39,7 @@ def serve_model(
     warn_of_variables()
     with reported():
         check_models((each.path for each in options.models), options)
+        options = with_standby(options)
     write_line = (bare if values.get("log_format") == "json" else prefixed)(unbuffered(sys.stderr))
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():

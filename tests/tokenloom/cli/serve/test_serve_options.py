@@ -308,6 +308,37 @@ def test_where_vllm_computes_its_models_are_not_ours_to_refuse(started: list[Mes
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "has_gpu", "standby"),
+    [
+        ([], False, False),
+        (["--standby"], False, True),
+        (["--engines", "2"], False, True),
+        (["--prefill", "1", "--decode", "1"], False, True),
+        (["--engines", "2", "--no-standby"], False, False),
+        (["--engines", "2", "--tensor-parallel-size", "2"], False, False),
+        (["--engines", "2", "--worker", "hash"], False, False),
+        (["--engines", "2"], True, False),
+        (["--engines", "2", "--device", "cpu"], True, True),
+    ],
+)
+def test_several_engines_that_import_torch_are_forks_of_a_standby(
+    started: list[MeshOptions], arguments: list[str], has_gpu: bool, standby: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prechecks, "may_have_gpu", lambda: has_gpu)
+    result = CliRunner().invoke(app, ["serve", DEMO_MODEL_NAME, "--port", "0", *arguments])
+    assert result.exit_code == 0, result.output
+    assert started[0].standby is standby
+
+
+def test_a_standby_for_engines_on_gpus_is_refused(started: list[MeshOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prechecks, "may_have_gpu", lambda: True)
+    result = CliRunner().invoke(app, ["serve", DEMO_MODEL_NAME, "--port", "0", "--standby"])
+    assert result.exit_code == 2, result.output
+    assert "--standby: engines on a GPU are no forks" in result.stderr
+    assert not started
+
+
 def test_options_that_move_requests_need_engines_that_exchange_kv(started: list[MeshOptions]) -> None:
     for option, words in (("--rebalance=2", "--rebalance: "), ("--move-before-preemption",) * 2):
         for roles, status in (((), 2), (("--kv-transports", "shm"), 0), (("--prefill", "1", "--decode", "1"), 0)):

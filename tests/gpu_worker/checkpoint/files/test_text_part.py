@@ -98,12 +98,14 @@ def test_what_images_change_is_read_from_the_whole_configuration() -> None:
     assert found["llava_next"] is None
     assert found["gemma3"] == MediaSwitches(seen_whole="all")
     assert found["gemma4_26b_a4b"] == MediaSwitches(seen_whole="sliding")
-    assert found["qwen2_5_vl"] == MediaSwitches(axes=(0, 0, 1, 1, 1, 2, 2, 2))
-    assert found["qwen3_vl_moe"] == MediaSwitches(2, axes=(0, 1, 2) * 4)
-    assert found["qwen3_5"] == MediaSwitches(axes=(0, 1, 2, 0))  # of the half of a head that rotates
+    films = ("image", "video")
+    assert found["qwen2_5_vl"] == MediaSwitches(axes=(0, 0, 1, 1, 1, 2, 2, 2), kinds=films)
+    assert found["qwen3_vl_moe"] == MediaSwitches(2, axes=(0, 1, 2) * 4, kinds=films)
+    # Its axes are of the half of a head that rotates.
+    assert found["qwen3_5"] == MediaSwitches(axes=(0, 1, 2, 0), kinds=films)
     assert media_switches({"architectures": ["Qwen3ForCausalLM"]}) is None
     assert media_switches({"model_type": "qwen2_audio"}) == MediaSwitches(kinds=("audio",))
     stated = {"architectures": ["Qwen3VLForConditionalGeneration"]}
     published = media_switches(stated | {"text_config": {"rope_scaling": {"mrope_section": [24, 20, 20]}}})
     assert published == media_switches(stated)  # the defaults of the class
-    assert published == MediaSwitches(4, axes=((0, 1, 2) * 20 + (0,) * 4))
+    assert published == MediaSwitches(4, axes=((0, 1, 2) * 20 + (0,) * 4), kinds=films)

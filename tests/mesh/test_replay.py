@@ -30,6 +30,8 @@ async def test_a_request_whose_engine_was_killed_comes_again(socket_dir: Path, t
     assert output.token_ids == answer.token_ids
     assert [leg.kind for leg in output.legs] == ["prefill", "decode", "prefill", "decode"]
     assert output.legs[2].start >= 3
+    assert {leg.num_threads for leg in output.legs} == {1}
+    assert len({leg.epoch for leg in output.legs}) == 3, "a killed engine and those that went on"
     assert len(output.logprobs[0].ranks) == 24
     results = await asyncio.to_thread(replayed, [one, other])
     assert all(each.is_equal for each in results), results

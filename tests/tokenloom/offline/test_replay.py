@@ -259,3 +259,21 @@ def test_a_request_with_an_adapter_comes_again_where_it_is_loaded(recorded: Reco
         assert second.differences, "the base model has other tokens"
     finally:
         replayer.close()
+
+
+@pytest.mark.parametrize(
+    ("numerics", "threads", "named"),
+    [
+        ("cpu/bfloat16/flash/torch-2.13.0", 2, {"num_threads": 2}),
+        ("cpu/bfloat16/flash/torch-2.13.0", 0, {}),  # of an older release
+        ("cpu/bfloat16/tokenwise/torch-2.13.0", 2, {}),
+        ("cpu/float32/flash/torch-2.13.0", 2, {}),
+    ],
+)
+def test_where_tokens_may_follow_the_number_of_threads_it_is_that_of_the_record(
+    replayer: Replayer, recorded: RecordedRequest, numerics: str, threads: int, named: dict[str, int]
+) -> None:
+    leg = replace(recorded.outputs[0].legs[0], numerics=numerics, num_threads=threads)
+    record = replace(recorded, outputs=[replace(recorded.outputs[0], numerics=numerics, legs=[leg])])
+    assert {name: value for name, value in options_of(record).items() if name == "num_threads"} == named
+    assert ("threads: recorded 2, here 1" in replayer.explain(record)) == bool(named)

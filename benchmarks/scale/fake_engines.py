@@ -11,7 +11,7 @@ from tokenloom.services.engine.control.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
 from tokenloom.services.engine.records.load import Load, LoadTracker
 from tokenloom.services.runtime.peers.hello import make_hello
-from tokenloom.v1.coordinator_pb2 import AdapterChanges, DesiredState, EngineIdentity, JoinFacts, StateProgress
+from tokenloom.v1.coordinator_pb2 import AdapterChanges, DesiredState, EngineIdentity, JoinFacts, Relief, StateProgress
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello, ModelLimits
 
 from .child import answer
@@ -73,6 +73,9 @@ class IgnoredCommands:
         """See :class:`.Commands`."""
 
     def resize_group(self, size: int) -> None:
+        """See :class:`.Commands`."""
+
+    def relieve(self, relief: Relief) -> None:
         """See :class:`.Commands`."""
 
     def wait_aside(self, reason: str) -> None:

@@ -164,13 +164,13 @@ class FramePatches:
 
 def _read_plan(plan: Mapping[str, Any]) -> tuple[Sequence[int], int, int]:
     """Return the indices of frames, and the height and width to which they are scaled. Raises :class:`.BadVideo`."""
-    indices, sides = plan.get("frames"), [plan.get(name) for name in ("height", "width")]
+    indices, height, width = (plan.get(name, 0) for name in ("frames", "height", "width"))
     is_list = isinstance(indices, list) and 0 < len(indices) <= MAX_FRAMES
     if not is_list or any(type(each) is not int or each < 0 for each in indices) or sorted(indices) != indices:
         raise BadVideo(f"frames must name 1 to {MAX_FRAMES} frames by their indices, in order.")
-    if any(type(side) is not int or not 0 < side <= _MAX_SIDE for side in sides):
+    if any(type(side) is not int or not 0 < side <= _MAX_SIDE for side in (height, width)):
         raise BadVideo(f"height and width must be whole numbers from 1 to {_MAX_SIDE}.")
-    return indices, sides[0], sides[1]
+    return indices, height, width
 
 
 def _settings_of_whole(path: Path, name: str) -> dict[str, Any]:

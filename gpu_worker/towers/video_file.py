@@ -109,14 +109,14 @@ def read_frames(data: bytes, indices: Sequence[int], limits: VideoLimits = USUAL
             yield read_image(listed[index], limits.max_pixels)
         return
     wanted, num_found, last = iter(indices), 0, None
-    index = next(wanted, None)
+    due = next(wanted, None)
     with _opened(data, limits) as container:
         for place, frame in enumerate(_frames(container, _stream(container, limits))):
             last = frame
-            while index is not None and index <= place:
+            while due is not None and due <= place:
                 yield _picture(frame)
-                num_found, index = num_found + 1, next(wanted, None)
-            if index is None:
+                num_found, due = num_found + 1, next(wanted, None)
+            if due is None:
                 return
         if last is None or 2 * num_found < len(indices):
             raise BadVideo("The video is damaged or incomplete.")
@@ -200,7 +200,7 @@ def _stream(container: Any, limits: VideoLimits) -> Any:
 
 def _stamps(container: Any, stream: Any) -> list[float]:
     """Return the times of all frames in seconds, in their order; nothing is decoded."""
-    stamps, base = [], float(stream.time_base or 0)
+    stamps, base = list[float](), float(stream.time_base or 0)
     for packet in container.demux(stream):
         if not packet.size or packet.is_discard:
             continue

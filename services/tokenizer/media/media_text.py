@@ -128,7 +128,7 @@ class Entries:
 
 def option(size: ShownMedia, name: str, default: int, least: int, most: int) -> int:
     """Return an option of an image. Raises ``InvalidArgument`` for one that the model does not take."""
-    value = size.options.get(name, default)
+    value: int = size.options.get(name, default)
     if not least <= value <= most:
         wanted = f"from {least} to {most}, the model's own limit"
         raise InvalidArgument(f"{OPTIONS_FIELD}.{name} must be {wanted}", f"{OPTIONS_FIELD}.{name}")

@@ -63,14 +63,14 @@ def test_a_child_that_waits_becomes_the_core_if_it_can(
 ) -> None:
     child = FakeChild(is_gone)
     monkeypatch.setattr(core_launch, "take_waiting_child", lambda: child)
-    process = core_launch._spawn(command, [1])
+    process: object = core_launch._spawn(command, [1])
     if command is PRINT or is_gone:
         assert child.calls == (["discarded"] if is_gone else [])
         assert isinstance(process, subprocess.Popen)
         process.communicate()
         assert process.returncode == 0
     else:
-        assert process is child  # type: ignore[comparison-overlap]
+        assert process is child
         assert child.calls == [(command, [1])]
 
 

@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -138,6 +139,7 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
         # what the supervisor was started with.
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # what TMPDIR was of the process that this one is a fork of
         show_command_line(command)
         module, *flags = command[len(PYTHON_MODULE) :]
         sys.argv = [module, *flags]

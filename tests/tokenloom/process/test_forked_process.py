@@ -18,7 +18,7 @@ from tokenloom.process import forked_process
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's processes are forked")
 
 PART = """
-import json, os, random, signal, sys, threading, time
+import json, os, random, signal, sys, tempfile, threading, time
 
 print(json.dumps({
     "arguments": sys.argv[1:],
@@ -30,6 +30,7 @@ print(json.dumps({
     "name": open("/proc/self/comm").read().strip(),
     "stdin": sys.stdin.read(),
     "random": random.random(),
+    "temporary": tempfile.gettempdir(),
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
 }))
 behaviour = sys.argv[1]
@@ -69,7 +70,7 @@ random.seed(1)
 behaviours = json.loads(sys.argv[1])
 specs = [
     PartSpec("part", index, (sys.executable, "-m", "a_part", *behaviour, *map(str, (held.fileno(), "x" * 3000))),
-             Path(directory.name) / f"state-{index}", environment={"MINE": str(index)},
+             Path(directory.name) / f"state-{index}", environment={"MINE": str(index), "TMPDIR": directory.name},
              withheld=frozenset({"SECRET"}), descriptors=(held.fileno(),))
     for index, behaviour in enumerate(behaviours)
 ]
@@ -122,6 +123,7 @@ def test_a_forked_part_finds_what_a_started_one_does(tmp_path: Path) -> None:
         assert part["command"] == "".join(f"{word}\0" for word in words), "each argument by itself, none cut"
         assert part["name"] == Path(sys.executable).name
         assert part["stdin"] == ""
+        assert part["temporary"] == part["environment"]["TMPDIR"], "not the supervisor's"
         assert part["blocked"] == sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     assert parts[0]["random"] != parts[1]["random"]
     assert "status part-0 0 0" in lines

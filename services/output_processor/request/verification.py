@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 from google.protobuf.json_format import ParseDict, ParseError
+from msgspec.structs import replace
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors
@@ -236,7 +237,7 @@ class Verifier:
             self._end(record, "dropped", "requests end faster than they are computed again")
             return
         self._num_tokens += num_tokens
-        self._waiting.put_nowait(record)
+        self._waiting.put_nowait(_ids_of(record))
 
     async def run(self) -> None:
         """Compute requests again until cancelled."""
@@ -274,6 +275,8 @@ class Verifier:
         try:
             submit = request_of(record)
         except ValueError:  # of its own, as an image: it says nothing of the mesh
+            return "unfit", ""
+        if record.is_half:  # an engine of another mesh may have computed the rest
             return "unfit", ""
         for output in compared_outputs(record):
             if reason := _unfit(output, submit.sampling_params):
@@ -322,6 +325,12 @@ class Verifier:
     def _forget(self, engines: str) -> None:
         del self._unsettled[engines]
         self._fall_backs.end("unsettled_tokens", engines)
+
+
+def _ids_of(record: RecordedRequest) -> RecordedRequest:
+    """Return a record without log probabilities and texts, whose memory the tokens do not tell."""
+    outputs = [replace(output, text=None, logprobs=[], prompt_logprobs=[]) for output in record.outputs]
+    return replace(record, prompt_text=None, outputs=outputs)
 
 
 def _num_tokens(record: RecordedRequest) -> int:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import DECODE, PREFILL
-from tokenloom.request.request_records import RecordedLeg, RecordedOutput, RecordedRequest
+from tokenloom.request.request_records import RecordedLeg, RecordedLogprobs, RecordedOutput, RecordedRequest
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.request import verification
 from tokenloom.services.output_processor.request.verification import Mismatch, Opinion, Verifier, judged
@@ -316,6 +317,20 @@ async def test_what_waits_is_bounded_by_its_tokens(mesh: Mesh, monkeypatch: pyte
     assert counts == ["dropped"]
     verifier.offer(record(50))
     assert counts == ["dropped"] * 2
+
+
+async def test_of_what_waits_only_ids_are_kept(mesh: Mesh) -> None:
+    verifier = Verifier(None, 1.0, b"", count=lambda _: None, fall_backs=mesh.host.fall_backs)  # type: ignore[arg-type]
+    columns = [RecordedLogprobs(sampled=b"1234", ranks=[1])]
+    verifier.offer(record(1, text="secret", logprobs=columns, prompt_logprobs=columns))
+    kept = verifier._waiting.get_nowait()
+    assert (kept.outputs[0].text, kept.outputs[0].logprobs, kept.outputs[0].prompt_logprobs) == (None, [], [])
+    assert kept.outputs[0].token_ids == [5]
+
+
+async def test_half_of_a_request_is_not_computed_again(mesh: Mesh) -> None:
+    verifier = Verifier(None, 1.0, b"", count=lambda _: None, fall_backs=mesh.host.fall_backs)  # type: ignore[arg-type]
+    assert await verifier._verify(replace(record(), is_half=True)) == ("unfit", "")
 
 
 @pytest.mark.parametrize(("share", "count"), [(1.0, 4000), (0.25, 1000), (1e-9, 0)])

@@ -36,6 +36,7 @@ MADE_AT_RUN_TIME = {
     "tokenloom/request/request_records.py": r"requests-0123456789(?:-\d+)?",
     "services/tokenizer/encode_worker.py": r"[A-Za-z](?= [A-Za-z])",
     "services/tokenizer/encoder.py": r"\n(?=[^\W_])|[A-Za-z](?= [A-Za-z])",
+    "services/tokenizer/media/media_reader.py": r"(<\|image_pad\|>|<\|video_pad\|>)",
     "services/tokenizer/spelled_tokens.py": r"<(?:\|(?:e(?:nds?)?\|>|\|>)|e>?)",
 }
 # What expressions of a table are called where they are used.

@@ -65,6 +65,7 @@ async def victim(mesh: Mesh, directory: Path) -> AsyncIterator[Victim]:
             "output-processors": ",".join(settings.output_processors),
             "coordinator": settings.coordinator,
             "hold-connections": f"{directory}/held",
+            "journal-copies": str(settings.journal_copies),
         }
         command = [sys.executable, "-m", "tokenloom.services.gateway"]
         command += [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -83,12 +84,15 @@ async def victim(mesh: Mesh, directory: Path) -> AsyncIterator[Victim]:
 
 
 @asynccontextmanager
-async def held_mesh(directory: Path, *, takes: bool = True, **options: Any) -> AsyncIterator[Mesh]:
+async def held_mesh(
+    directory: Path, *, takes: bool = True, journal_copies: int = 1, **options: Any
+) -> AsyncIterator[Mesh]:
     """A mesh. ``takes``: whether its gateway takes the connections of others."""
     meeting = directory / "held"
     meeting.mkdir()
     options = {"output_processors": 2, "engine": SLOW, **options}
-    gateway = {"hold_connections": str(meeting)} if takes else {}
+    gateway: dict[str, Any] = {"hold_connections": str(meeting)} if takes else {}
+    gateway["journal_copies"] = journal_copies
     async with Mesh(directory, gateway=gateway, **options).running() as mesh:
         yield mesh
 
@@ -245,6 +249,36 @@ READERS: dict[str, Read] = {
     "messages": read_messages,
     "curl": read_curl,
 }
+
+
+async def test_streams_go_on_when_their_gateway_and_output_processor_are_killed(socket_dir: Path) -> None:
+    """The clients are those of others, and notice nothing but a pause: another gateway continues from the copies."""
+    async with held_mesh(socket_dir, journal_copies=2) as mesh:
+        lost, other = mesh.output_processors
+        killing = asyncio.Event()
+        async with victim(mesh, socket_dir) as gateway:
+            begun = dict.fromkeys(READERS, False)
+
+            def begin(name: str) -> None:
+                begun[name] = True
+                if all(begun.values()):
+                    gateway.kill()
+                    killing.set()
+
+            async def kill() -> None:
+                await killing.wait()
+                await lost.kill()
+
+            reads = [read(gateway.url, partial(begin, name)) for name, read in READERS.items()]
+            async with asyncio.timeout(3 * SOON):
+                *answers, _ = await asyncio.gather(*reads, kill())
+        references = [await read(mesh.url, lambda: None) for read in READERS.values()]
+        assert dict(zip(READERS, answers, strict=True)) == dict(zip(READERS, references, strict=True))
+        assert other.host is not None
+        name = "tokenloom_output_processor_journal_copies_used_total"
+        assert other.host.metrics.get_sample_value(name, {"outcome": "resumed"}), "some were at the one that is lost"
+        await mesh.until_idle()
+        await lost.start()
 
 
 async def test_streams_go_on_when_their_gateway_is_killed(socket_dir: Path) -> None:

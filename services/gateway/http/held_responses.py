@@ -35,9 +35,9 @@ MOST_FILE_BYTES = 64 << 20
 """Of all requests in files of their own."""
 MOST_OUTPUTS = 64
 
-BEGUN, CHUNKED, NAMED, SHAPED, ENDED = 1, 2, 4, 8, 16
+BEGUN, CHUNKED, NAMED, SHAPED, ENDED, FOLLOWED = 1, 2, 4, 8, 16, 32
 """States of a response, added up: its head was written, its body is in chunks, its request has an id, the events before
-any output were written, and its last byte was written."""
+any output were written, its last byte was written, and more was read from the client, which is lost."""
 
 _FIXED = struct.Struct("@QQQiiII40s")
 """Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request."""
@@ -313,6 +313,10 @@ class HeldResponse:
             self._state |= NAMED
         self._store_fixed(request_id)
         self._store()
+
+    def mark_followed(self) -> None:
+        """Note, with the next piece, that the client has sent more than this request."""
+        self._state |= FOLLOWED
 
     def mark_shaped(self) -> None:
         """Note that the next piece holds the events before any output."""

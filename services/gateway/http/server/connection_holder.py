@@ -35,7 +35,16 @@ from tokenloom.services.runtime.addresses import MAX_UNIX_PATH
 from tokenloom.services.runtime.tasks import Tasks
 
 from ..client_flow import ResponseWriter
-from ..held_responses import HeldRecord, HeldResponse, HeldTable, OutputEntry, PastResponse, cookie_of, num_taken
+from ..held_responses import (
+    FOLLOWED,
+    HeldRecord,
+    HeldResponse,
+    HeldTable,
+    OutputEntry,
+    PastResponse,
+    cookie_of,
+    num_taken,
+)
 from ..http_exchange import HttpExchange
 from .http_protocol import HttpContext, HttpProtocol
 
@@ -314,6 +323,7 @@ class HeldProtocol(HttpProtocol):
         super().__init__(**named, context=context)
         self._table = table
         self._past = past
+        self._ends = past is not None and bool(past.state & FOLLOWED)  # with the next response
         self.found = "refused"
         if past is not None:
             self.refusal = b""  # within a response there is no place for the words of another one
@@ -323,6 +333,16 @@ class HeldProtocol(HttpProtocol):
         past, self._past = self._past, None
         if past is not None and not self._is_leaving:
             self.found = self._go_on(past)
+
+    def end_response(self, *, keep_alive: bool, lingers: bool) -> None:
+        # What the client has sent behind its request was read by the gateway that was killed. A client that is answered
+        # nothing would wait; one whose connection ends sends it again.
+        super().end_response(keep_alive=keep_alive and not self._ends, lingers=lingers)
+
+    def _receive(self, data: bytes) -> None:
+        if (answered := self._answered) is not None and answered.held is not None:
+            answered.held.mark_followed()
+        super()._receive(data)
 
     def _start(self, exchange: HttpExchange) -> None:
         exchange.hold = partial(self._hold, exchange)
@@ -344,6 +364,8 @@ class HeldProtocol(HttpProtocol):
         """Write what the kernel has not got of a response, and let the application make what is missing."""
         if past.is_over:
             self.transport.write(past.tail)
+            if self._ends:
+                self.transport.close()
             return "complete"
         self._receive(past.request)
         exchange = self._answered

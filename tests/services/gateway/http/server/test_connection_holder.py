@@ -14,20 +14,26 @@ from prometheus_client import CollectorRegistry
 
 from tests.services.gateway.fakes import SOON
 from tokenloom.request.limits import AdmissionLimit
-from tokenloom.services.gateway.http.held_responses import BEGUN, CHUNKED, ENDED, HeldTable, PastResponse
+from tokenloom.services.gateway.http.held_responses import BEGUN, CHUNKED, ENDED, FOLLOWED, HeldTable, PastResponse
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connection_holder import HeldProtocol, TakenConnections
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer
 from tokenloom.services.gateway.metrics.gateway_metrics import count_taken
 
+SLOW_REQUEST = b"POST /slow HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 REQUEST = b"POST /a HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{}"
 _LENGTHS = struct.Struct(">III")
 
 
 async def answer(exchange: HttpExchange) -> None:
     """Answer whole, or continue what has begun."""
-    if exchange.past is not None and exchange.past.has_begun:
+    if exchange.path == "/slow":
+        await exchange.start(200, ())
+        while exchange.response.is_open:
+            await exchange.write(b"a piece")
+            await asyncio.sleep(0)
+    elif exchange.past is not None and exchange.past.has_begun:
         await exchange.finish(b"the rest")
     else:
         await exchange.respond(200, exchange.method.encode())
@@ -75,6 +81,28 @@ async def test_a_response_that_has_begun_goes_on_and_the_connection_stays() -> N
         async with asyncio.timeout(SOON):
             while table.num_held:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+
+
+async def test_a_connection_ends_with_its_response_if_a_further_request_was_read() -> None:
+    """That request is lost with the gateway that has read it, and its client would wait for the answer."""
+    async with serving() as (server, _):
+        for state, tail in ((BEGUN | CHUNKED, b""), (BEGUN | CHUNKED | ENDED, b"0\r\n\r\n")):
+            with connection() as (ours, client):
+                await server.take(PastResponse(REQUEST, tail, state | FOLLOWED), ours)
+                await received(client, b"0\r\n\r\n")
+                async with asyncio.timeout(SOON):
+                    assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+
+
+async def test_a_request_behind_another_one_is_noted() -> None:
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            taking = asyncio.create_task(server.take(PastResponse(SLOW_REQUEST), ours))
+            assert await taking == "not_begun"
+            client.send(REQUEST)
+            async with asyncio.timeout(SOON):
+                while not any(record.past.state & FOLLOWED for record in table.records()):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
 
 
 async def test_a_response_of_which_nothing_was_sent_is_made() -> None:

@@ -65,7 +65,8 @@ class Administration:
         """Take role and weights that the process before was set to, unless an operator has set this one meanwhile.
         Returns whether weights were taken. Raises as :meth:`set_role` and :meth:`load_weights`."""
         if setting.role and not self._has_role:
-            await self._change_role(setting.role)
+            await self._take_role(setting.role)
+            await self._hand_over(setting.role)
         if takes_weights := bool(setting.weights_path) and not self._has_weights:
             await self.load_weights(setting.weights_path)
         return takes_weights
@@ -76,10 +77,11 @@ class Administration:
         # Before it waits for leases: the state that the coordinator sends meanwhile may hold an older role.
         had, self._has_role = self._has_role, True
         try:
-            await self._change_role(role)
-        except TokenloomError:
+            await self._take_role(role)
+        except BaseException:
             self._has_role = had
             raise
+        await self._hand_over(role)
 
     async def reload_weights(self, path: str, mode: engine_pb2.PauseMode) -> None:
         """Raises as :meth:`Weights.reload`."""
@@ -90,19 +92,21 @@ class Administration:
             self._has_weights = had
             raise
 
-    async def _change_role(self, role: types_pb2.EngineRole) -> None:
+    async def _take_role(self, role: types_pb2.EngineRole) -> None:
         # An engine that reported itself as an encoder lost its place in the mesh.
         if role not in NAMES:
             raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
         if self._engine.kv is None:
             raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
-        is_to_prefill = role == types_pb2.ENGINE_ROLE_PREFILL
         # The coordinator refuses reports of an engine whose KV no other one can read, which would then leave the mesh.
-        if is_to_prefill and self._engine.kv.owner is None:
+        if role == types_pb2.ENGINE_ROLE_PREFILL and self._engine.kv.owner is None:
             raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-listen", field="role")
         await self.role.change(role)
-        if is_to_prefill:
-            # What it decodes would delay prompts until it ends. New requests go elsewhere by now.
+
+    async def _hand_over(self, role: types_pb2.EngineRole) -> None:
+        """Move what the engine decodes away if it is to prefill: it would delay prompts until it ends. New requests go
+        elsewhere by now."""
+        if role == types_pb2.ENGINE_ROLE_PREFILL and self._engine.kv is not None:
             await self._engine.kv.moves.move("", "", "role")
 
     async def load_weights(self, path: str) -> None:

@@ -5,7 +5,9 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from tests.services.engine.kv.kv_fakes import FakeCore, running_coordinator, running_front
 from tests.services.engine.peer import Peer, make_add
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason, SchedulerStats
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+from tokenloom.services.engine.engine_admin import Administration
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineSetting, Snapshot, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import SetRoleRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
@@ -93,6 +97,44 @@ async def test_an_engine_whose_kv_nobody_can_read_does_not_become_one_for_prompt
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await mesh.set_role(ENGINE_ROLE_DECODE)
         await mesh.until_told(ENGINE_ROLE_DECODE)
+
+
+class FakeEngine(SimpleNamespace):
+    """An engine that serves KV, or exchanges none; it notes its roles."""
+
+    def __init__(self, *, has_kv: bool) -> None:
+        self.roles: list[EngineRole] = []
+        self.leases_ended: Any = AsyncMock()
+        self.kv = SimpleNamespace(owner=None, moves=None) if has_kv else None
+
+    def publish_role(self, role: EngineRole) -> None:
+        self.roles.append(role)
+
+
+@pytest.mark.parametrize("has_kv", [False, True])
+async def test_a_role_that_was_refused_was_not_set(has_kv: bool) -> None:
+    """The process takes the role that the one before it was set to."""
+    engine = FakeEngine(has_kv=has_kv)
+    administration = Administration(engine, ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
+    with pytest.raises((FailedPrecondition, InvalidArgument)):
+        await administration.set_role(ENGINE_ROLE_PREFILL)
+    engine.kv = SimpleNamespace(owner=None, moves=None)
+    await administration.inherit(EngineSetting(role=ENGINE_ROLE_DECODE))
+    assert engine.roles[-1] == ENGINE_ROLE_DECODE
+
+
+async def test_a_change_of_role_that_was_cancelled_was_not_made() -> None:
+    engine = FakeEngine(has_kv=True)
+    administration = Administration(engine, ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
+    engine.leases_ended.side_effect = asyncio.CancelledError
+    with pytest.raises(asyncio.CancelledError):
+        await administration.set_role(ENGINE_ROLE_DECODE)
+    engine.leases_ended.side_effect = None
+    await administration.inherit(EngineSetting(role=ENGINE_ROLE_DECODE))
+    assert engine.roles == [ENGINE_ROLE_BOTH, ENGINE_ROLE_DECODE, ENGINE_ROLE_BOTH, ENGINE_ROLE_DECODE]
+    await administration.set_role(ENGINE_ROLE_BOTH)
+    await administration.inherit(EngineSetting(role=ENGINE_ROLE_DECODE))
+    assert engine.roles[-1] == ENGINE_ROLE_BOTH, "an operator has set this process meanwhile"
 
 
 @pytest.mark.parametrize("role", [ENGINE_ROLE_UNSPECIFIED, ENGINE_ROLE_ENCODE])

@@ -9,14 +9,26 @@ from zlib import crc32
 
 import pytest
 
-FILES = 3
+FILES = 4
 """In how many parts the files of ``FOLDERS`` take turns."""
-FOLDERS = ("tests/chaos/", "tests/e2e/", "tests/gpu_check/", "tests/mesh/faults/", "tests/parity/", "tests/soak/")
+FOLDERS = (
+    "tests/chaos/",
+    "tests/e2e/",
+    "tests/gpu_check/",
+    "tests/mesh/",
+    "tests/parity/",
+    "tests/services/encoder/test_service.py",
+    "tests/simulation/",
+    "tests/soak/",
+    "tests/tokenloom/offline/",
+)
 ALWAYS = (
     "tests/e2e/test_demo.py",
     "tests/e2e/test_kill.py",
     "tests/e2e/test_serve.py",
+    "tests/mesh/answers/test_answers.py",
     "tests/mesh/faults/test_faults.py",
+    "tests/mesh/test_disaggregation.py",
     "tests/parity/test_greedy.py",
 )
 """Files of these folders that every run takes: what a user meets first, and the ways to fail."""

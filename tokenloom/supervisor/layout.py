@@ -136,16 +136,16 @@ class MeshOptions(Struct, frozen=True):
     ] = 0
     data_parallel_hybrid_lb: Annotated[
         bool,
-        "Place requests on the engines of this machine only: each machine of the group runs a mesh of its own, and a "
-        "balancer in front chooses among their gateways. Mixture-of-experts models need --data-parallel-address.",
+        "Place requests on the engines of this machine only: each machine of the group runs a mesh, and a balancer in "
+        "front chooses one. Mixture-of-experts models need --data-parallel-address.",
     ] = False
     data_parallel_external_lb: Annotated[
         bool, "As --data-parallel-hybrid-lb, with one engine in each mesh: the balancer chooses the rank."
     ] = False
     data_parallel_address: Annotated[
         str,
-        "HOST:PORT where rank 0 of a mixture-of-experts model listens for the ranks on other machines, with "
-        "--data-parallel-secret-file; by default a socket of this machine.",
+        "HOST:PORT where rank 0 of a mixture-of-experts model listens for other machines, with "
+        "--data-parallel-secret-file; by default a socket here.",
     ] = ""
     encoders: Annotated[
         _Engines | None,
@@ -159,7 +159,7 @@ class MeshOptions(Struct, frozen=True):
         bool | None,
         "Keep a process that has imported what engines on a CPU need: theirs are forks of it. By default with several.",
     ] = None
-    host: Annotated[str, "Address that the gateways listen on."] = "127.0.0.1"
+    host: Annotated[str, "Address of the gateways."] = "127.0.0.1"
     port: Annotated[_Port, "HTTP port of the first gateway; 0: a free one."] = 8000
     grpc_port: Annotated[_Port | None, "Public gRPC port of the first gateway; by default 1000 above --port."] = None
     drain_timeout: Annotated[

@@ -66,6 +66,20 @@ def test_the_last_request_pays_what_is_left_and_idle_times_are_overhead() -> Non
     assert bill.totals() == {OVERHEAD: 6 * MS, "a": 7 * MS}
 
 
+def test_what_came_a_moment_before_a_request_is_paid_by_it() -> None:
+    machine = Machine()
+    bill = machine.bill()
+    machine.run(500)
+    bill.open("a", Work()).close()
+    machine.run(3, 300)
+    account = bill.open("b", Work())
+    machine.run(2)
+    assert account.close() == 5 * MS, "its arrival, and the end of the one before"
+    machine.run(3, 700)
+    assert bill.open("c", Work()).close() == 0
+    assert bill.totals() == {OVERHEAD: 503 * MS, "a": 0, "b": 5 * MS, "c": 0}
+
+
 def test_a_request_that_ends_between_settlements_pays_the_last_price() -> None:
     machine = Machine()
     bill = machine.bill()

@@ -28,6 +28,20 @@ def test_positions_count_lines_and_columns_of_images_in_every_chunk(start: int) 
     assert shift_behind(MEDIA) == 14 - 26
 
 
+def test_frames_of_a_video_stand_at_their_times() -> None:
+    """Whole positions, counted in float32; text goes on behind the last frame, also beyond the index of its token."""
+    video = [MediaSpan(2, 6, 0, b"v", 6, grid=(3, 1, 2), frame_step=2.3), MediaSpan(9, 2, 0, b"b", 2)]
+    found = rope_positions(video, 0, 12)
+    assert found[0].tolist() == [0, 1, 2, 2, 4, 4, 6, 6, 7, 8, 9, 10]
+    assert found[2].tolist() == [0, 1, *[2, 3] * 3, 7, 8, 9, 10]
+    assert shift_behind(video) == -1
+    for start in range(12):
+        assert np.array_equal(rope_positions(video, start, 12), found[:, start:])
+    slow = [MediaSpan(0, 4, 0, b"v", 4, grid=(4, 1, 1), frame_step=10.0)]
+    assert rope_positions(slow, 0, 6)[0].tolist() == [0, 10, 20, 30, 31, 32]
+    assert shift_behind(slow) == 27
+
+
 def rows_of(**spans: list[MediaSpan]) -> MediaRows:
     media = MediaRows(8)
     for row, each in spans.items():

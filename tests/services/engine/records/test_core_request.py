@@ -141,6 +141,26 @@ def test_images_and_sounds_are_counted_by_themselves() -> None:
         to_core_request(with_media(*images, *sounds), "key", both, Random(0))
 
 
+def test_videos_have_their_times_and_their_own_limit() -> None:
+    limits = types_pb2.ModelLimits()
+    limits.CopyFrom(WITH_MEDIA)
+    limits.media_kinds.append(types_pb2.MEDIA_KIND_VIDEO)
+    limits.max_videos_per_prompt = 1
+    grid = {"kind": types_pb2.MEDIA_KIND_VIDEO, "grid_t": 3, "grid_h": 2, "grid_w": 2}
+    (span,) = to_core_request(with_media(item((0, 12, 0), frame_step=2.5, **grid)), "key", limits, Random(0)).media
+    assert (span.grid, span.frame_step) == ((3, 2, 2), 2.5)
+    apart = item(*((5 * at, 4, 4 * at) for at in range(3)), **grid)
+    spans = to_core_request(with_media(apart), "key", limits, Random(0)).media
+    assert [(each.grid, each.frame_step) for each in spans] == [((1, 2, 2), 1.0)] * 3
+    for step in (float("nan"), float("inf"), -1.0, 2.0**24):
+        with pytest.raises(InvalidArgument, match=r"video 1 has 3 frames of .* rotary positions each"):
+            to_core_request(with_media(item((0, 12, 0), frame_step=step, **grid)), "key", limits, Random(0))
+    with pytest.raises(InvalidArgument, match="2 videos; at most 1"):
+        to_core_request(with_media(*[item((0, 4, 0), kind=types_pb2.MEDIA_KIND_VIDEO)] * 2), "key", limits, Random(0))
+    with pytest.raises(InvalidArgument, match="video 1: this engine reads text and images only"):
+        to_core_request(with_media(item((0, 12, 0), **grid)), "key", WITH_MEDIA, Random(0))
+
+
 def test_a_model_of_text_takes_no_images() -> None:
     with pytest.raises(InvalidArgument, match="image 1: this engine reads text only"):
         to_core_request(with_media(item((0, 4, 0))), "key", LIMITS, Random(0))

@@ -21,7 +21,7 @@ async def test_images_go_to_encoders(vision: Vision) -> None:
 
 async def test_options_of_no_processor_are_refused(vision: Vision) -> None:
     message = pb.ChatMessage(role="user", parts=[pb.ContentPart(image=b"an image")])
-    for options in ({"fps": 1}, {"max_pixels": 0}):
+    for options in ({"do_resize": 1}, {"max_pixels": 0}):
         async with vision.mesh.inference() as stub:
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 async for _ in stub.Generate(

@@ -36,6 +36,7 @@ KEPT = {
     "engine/kv/kv_loads.py:_release": "its caller is the edge of one load",
     "engine/core/vllm_core.py:start": "awaited by the start of the engine, which fails with it; no task",
     "engine/core/vllm_server.py:_read": "awaited by the reader of one answer; no task",
+    "output_processor/request/verification.py:ask": "awaited by the task of one request, which logs what else comes",
     "output_processor/request/request_recorder.py:close": "awaited by the end of the service; no task",
     "runtime/local_streams/socket_end.py:read": "awaited by a stream's reader; no task",
     "runtime/host/held_port.py:_connect": "connects a socket, which raises OSError only",

@@ -215,6 +215,9 @@ class KVMoves:
         except TokenloomError as error:  # the core is dead, or that of another server
             log.info("no request leaves this engine for %s: %s", relief.target, error.message)
             return
+        except Exception:  # the engine serves on with the requests that it has
+            log.exception("no request leaves this engine for %s because of a bug", relief.target)
+            return
         attempts = {attempt.key: attempt for attempt in self._core.movable("")}
         why: MoveReason = "preemption" if relief.before_preemption else "rebalance"
         leaving = [attempts[key] for key in keys if key in attempts] if isinstance(keys, list) else []

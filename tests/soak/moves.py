@@ -321,8 +321,6 @@ async def campaign(
         "enable_lora": True,
         "lora_modules": (f"{ADAPTER}={DEMO_ADAPTERS / ADAPTER}",),
         "async_scheduling": overlaps,
-        "kv_lease_seconds": 120.0,
-        "kv_load_timeout": 120.0,
     }
     if worker == "hash":
         settings["hash_step_seconds"] = _STEP_SECONDS

@@ -54,7 +54,7 @@ class WaitEstimator:
         self._max_seconds = max_queue_seconds
         self.always_queued = always_queued
         self.draw = draw or SystemRandom()
-        self._capacity = Capacity()
+        self._capacity = Capacity(serves=False)
         self._other_live = self._other_tokens = 0
         self.live = 0
         """Outputs of this gateway in work."""
@@ -98,9 +98,11 @@ class WaitEstimator:
         # The longer, not the sum: prompts before a request are computed while it waits for a seat.
         return max(for_compute, for_seat)
 
-    def first_token_seconds(self, num_tokens: int) -> float:
-        """Return after how many seconds a request that came now would have its first token, as far as rates are known.
-        ``num_tokens``: of its prompts."""
+    def first_token_seconds(self, num_tokens: int) -> float | None:
+        """Return after how many seconds a request that came now would have its first token, as far as rates are known;
+        None: no engine serves. ``num_tokens``: of its prompts."""
+        if not self._capacity.serves:
+            return None
         rate = self._capacity.prefill_tokens_per_second
         return self.wait_seconds() + (num_tokens / rate if rate else 0.0)
 
@@ -270,15 +272,18 @@ class RequestAdmission:
             share, estimator, seats, leave, num_tokens=num_tokens, grammar=grammar, forecast=forecast
         )
 
-    def _forecast(self, num_tokens: int, deadline: float | None) -> "Forecast":
+    def _forecast(self, num_tokens: int, deadline: float | None) -> "Forecast | None":
         """Return what is expected of a request, whether it has a deadline or not: forecasts become good by those that
-        have none, too. Raises as :meth:`Promises.open`."""
+        have none, too. None: it has none, and waits for an engine to serve. Raises as :meth:`Promises.open`."""
         if self._promises is None:
             from .promises import Promises  # here: most gateways promise nothing
 
             clock, draw = asyncio.get_running_loop().time, self._estimator.draw
             self._promises = Promises(clock, draw, self._count_promise)
-        return self._promises.open(self._estimator.first_token_seconds(num_tokens), deadline)
+        seconds = self._estimator.first_token_seconds(num_tokens)
+        if seconds is None and deadline is None:
+            return None
+        return self._promises.open(seconds, deadline)
 
     def take_files(self, request: GenerateRequest) -> Reservation:
         """Take room for the files of a request's images that no large body holds. Raises ``ResourceExhausted``."""

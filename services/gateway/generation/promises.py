@@ -62,12 +62,17 @@ class Promises:
         self._errors: deque[float] = deque()  # relative ones, in the order in which they came
         self._sorted: list[float] = []
 
-    def open(self, seconds: float, deadline: float | None) -> Forecast:
-        """Return the forecast of a request that begins now. ``seconds``: those until its first token, as estimated.
-        ``deadline``: those that it may take; None: the request only teaches how wrong forecasts are.
+    def open(self, seconds: float | None, deadline: float | None) -> Forecast:
+        """Return the forecast of a request that begins now. ``seconds``: those until its first token, as estimated;
+        None: no engine serves. ``deadline``: those that it may take; None: the request only teaches how wrong forecasts
+        are.
 
         Raises ``ResourceExhausted``, with the time after which a retry may succeed, if the deadline may be missed.
         """
+        if seconds is None:  # one may take minutes to start, and nobody knows whether one does
+            self._count("refused")
+            message = f"{TTFT_DEADLINE}: no engine serves now, and no first token can be promised. Retry later."
+            raise errors.ResourceExhausted(message, TTFT_DEADLINE, retry_after=self._draw.uniform(0.5, 1.5))
         if deadline is not None and (latest := seconds + self.margin(seconds)) > deadline:
             self._count("refused")
             retry_after = max(latest - deadline, 1.0) * self._draw.uniform(0.5, 1.5)

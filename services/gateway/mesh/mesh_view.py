@@ -72,6 +72,7 @@ class Capacity:
         starts_per_second: Requests that leave the queues while they wait for seats; 0: not known.
         live: Requests that run or wait.
         waiting_tokens: Prompt tokens that are not computed yet.
+        serves: Whether an engine serves.
     """
 
     seats: int = 0
@@ -79,6 +80,7 @@ class Capacity:
     starts_per_second: float = 0.0
     live: int = 0
     waiting_tokens: int = 0
+    serves: bool = True
 
     @classmethod
     def of(cls, engines: Sequence[EngineEntry]) -> "Capacity":
@@ -97,6 +99,10 @@ class Capacity:
     def without_load(self) -> "Capacity":
         """Return the same capacity with nothing to do: the load is not known any more."""
         return replace(self, live=0, waiting_tokens=0)
+
+    def without_engines(self) -> "Capacity":
+        """Return the same capacity while no engine serves: the next ones are expected to be as fast."""
+        return replace(self.without_load(), serves=False)
 
 
 def _of_roles(engines: Sequence[EngineEntry], *roles: EngineRole) -> Sequence[EngineEntry]:
@@ -159,7 +165,7 @@ class MeshView:
         self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
         self._lost_encoders: dict[str, float] = {}  # the same
         self._misfits: dict[str, str] = {}  # encoders that get no files, with the reason
-        self._capacity = Capacity()
+        self._capacity = Capacity(serves=False)
         self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
         self.block_size = 0
@@ -357,7 +363,7 @@ class MeshView:
         if self._fingerprint is None:
             return
         serving = self.serving(self._fingerprint)
-        self._publish_capacity(Capacity.of(serving) if serving else self._capacity.without_load())
+        self._publish_capacity(Capacity.of(serving) if serving else self._capacity.without_engines())
 
     def _publish_capacity(self, capacity: Capacity) -> None:
         self._capacity = capacity

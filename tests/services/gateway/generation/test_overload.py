@@ -121,6 +121,24 @@ async def test_a_deadline_for_the_first_token_is_promised_or_refused_at_once(soc
         assert (await third).status_code == 200
 
 
+async def test_no_first_token_is_promised_while_no_engine_serves(socket_dir: Path) -> None:
+    async with busy_gateway(socket_dir, seats=100, prefill_tokens_per_second=100.0) as (mesh, http):
+        task, request = await start(mesh, http, ttft_deadline=60)
+        request.answer("x")
+        assert (await task).status_code == 200
+        await mesh.coordinator.set_engines()
+        async with asyncio.timeout(SOON):
+            while 'engine="engine-0"' in (await http.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        error = (await refused(http, ttft_deadline=60)).json()["error"]
+        assert error["param"] == "ttft_deadline"
+        assert "no engine serves" in error["message"]
+        waiting, held = await start(mesh, http)  # without a deadline it waits
+        held.answer("x")
+        assert (await waiting).status_code == 200
+        assert await promises(http) == {"kept": 1, "broken": 0, "refused": 1}
+
+
 @pytest.mark.parametrize("deadline", [0, -1, 3601, "soon"])
 async def test_a_deadline_that_is_none_is_an_error(socket_dir: Path, deadline: object) -> None:
     async with busy_gateway(socket_dir, seats=4) as (_, http):

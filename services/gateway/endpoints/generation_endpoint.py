@@ -12,6 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request import errors
+from tokenloom.request.limits import TTFT_DEADLINE
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
 
@@ -445,6 +446,8 @@ class GenerationEndpoint:
             message = "kv_transfer_params is only for peers with a certificate of the mesh (--internal-listen)"
             raise errors.InvalidArgument(f"{message}; the mesh places prefill and decode itself", "kv_transfer_params")
         if exchange.is_line:
+            if request.ttft_deadline is not None:  # refused for it, a line would be sent again until the batch ends
+                raise errors.InvalidArgument(f"{TTFT_DEADLINE} is not available in batches", TTFT_DEADLINE)
             # It may begin only while a quarter of the seats stay free, because under the policy fcfs a request that
             # runs keeps its seat.
             request = replace(request, is_sheddable=True)

@@ -169,6 +169,13 @@ async def test_a_line_that_is_refused_for_load_is_sent_again(socket_dir: Path, t
         assert (await ended(http, batch))["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
+async def test_a_line_with_a_deadline_for_its_first_token_is_an_error(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    batch = await ended(http, await create(http, await upload(http, line("1", ttft_deadline=0.01))))
+    (result,) = (await results(http, batch["error_file_id"])).values()
+    assert result["response"]["status_code"] == 400
+    assert result["response"]["body"]["error"]["param"] == "ttft_deadline"
+
+
 async def test_cancelling_keeps_the_answers(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     batch = await create(http, await upload(http, *(line(str(index)) for index in range(9))))
     requests = [await mesh.outputs.next_request() for _ in range(4)]

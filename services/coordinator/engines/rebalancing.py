@@ -1,6 +1,7 @@
 """Decides when running requests go on at an engine that has less to do. With hysteresis: under a constant load it comes
 to rest. No I/O."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,7 +29,8 @@ MOST: Final = 4
 FULL: Final = 0.8
 """Use of the KV cache from which on an engine is hot by it alone."""
 SHORT_APART_SECONDS: Final = 0.2
-"""Between two orders of an engine that is about to preempt a request."""
+"""Between two orders of an engine that is about to preempt a request, and between two that an engine takes: until its
+next report, its free blocks are those that the last order was given."""
 ROOM: Final = 0.7
 """Use of the KV cache up to which an engine takes a request that another one would preempt."""
 
@@ -106,7 +108,7 @@ class Rebalancer:
         takers = [each for each in engines if self._can_take(each)]
         takers.sort(key=lambda each: (each.score, each.kv_usage, each.name))
         orders = list[MoveOrder]()
-        for source in sorted(engines, key=lambda each: (-each.score, each.name)):
+        for source in sorted(engines, key=self._turn):
             others = [each for each in takers if each.name != source.name]
             if not (source.may_give and others):
                 self._hot_since.pop(source.name, None)
@@ -115,6 +117,12 @@ class Rebalancer:
                 takers = [each for each in takers if each.name not in (order.source, order.target)]
                 self._gave[order.source] = self._took[order.target] = self._pairs[order.source, order.target] = now
         return orders
+
+    def _turn(self, source: EngineCounts) -> tuple[bool, float, int, str]:
+        """Return by what engines that may give are sorted: first those that are short, in turns, as they may all need
+        the same one that has room."""
+        gave = self._gave.get(source.name, -math.inf) if source.is_short else 0.0
+        return not source.is_short, gave, -source.score, source.name
 
     def _can_take(self, engine: EngineCounts) -> bool:
         has_room = engine.running < engine.seats and not (engine.waiting or engine.is_short)
@@ -125,7 +133,9 @@ class Rebalancer:
         since_last = now - self._gave.get(source.name, now - REST_SECONDS)  # those of longer ago are forgotten
         if source.is_short and since_last >= SHORT_APART_SECONDS:
             came_from = {giver for giver, taker in self._pairs if taker == source.name}
-            with_room = [each for each in others if each.kv_usage <= ROOM and each.name not in came_from]
+            just_took = {taker for taker, at in self._took.items() if now - at < SHORT_APART_SECONDS}
+            without = came_from | just_took
+            with_room = [each for each in others if each.kv_usage <= ROOM and each.name not in without]
             if with_room:
                 target = min(with_room, key=lambda each: (each.kv_usage, each.name))
                 return MoveOrder(source.name, target.name, 1, target.free_tokens, before_preemption=True)

@@ -1,5 +1,6 @@
 """Tests when running requests go on at engines that have less to do, and that a constant load comes to rest."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -112,6 +113,18 @@ def test_an_engine_that_is_about_to_preempt_gives_a_request_at_once() -> None:
     assert rebalancer.orders([short, *others], SHORT_APART_SECONDS) == expected
     assert not rebalancer.orders([short, others[0]], 10.0), "no engine has room"
     assert not rebalancer.orders([replace(short, is_short=False), load("b")], 20.0), "hot engines are not looked for"
+
+
+def test_engines_that_are_short_take_turns_at_the_one_that_has_room() -> None:
+    rebalancer, tick = Rebalancer(0.0), SHORT_APART_SECONDS / 4
+    engines = [load(name, running, kv_usage=0.99, is_short=True) for name, running in (("a", 9), ("b", 5), ("c", 5))]
+    engines.append(load("room", 1, kv_usage=0.3))
+    found = [(tick * each, *rebalancer.orders(engines, tick * each)) for each in range(24)]
+    given = [(at, *(order.source for order in orders)) for at, *orders in found if orders]
+    assert all(len(sources) == 1 for _, *sources in given), "its free blocks are promised once"
+    assert "".join(source for _, source in given).startswith("abcabc")  # type: ignore[misc]
+    times = [at for at, *_ in given]
+    assert min(later - at for at, later in itertools.pairwise(times)) >= SHORT_APART_SECONDS * 0.99
 
 
 def test_what_an_engine_has_taken_does_not_return_when_it_is_short() -> None:

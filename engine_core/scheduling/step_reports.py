@@ -227,11 +227,12 @@ class StepBill:
         self._clock = clock
         # By request. Those that have ended stay for a while, because a step in flight may still compute a row for them.
         self._spent: dict[str, int] = {}  # bounded, see :meth:`add`
-        self._tenants: dict[str, str] = {}  # of these requests
+        self._tenants: dict[str, str] = {}  # of these requests; OTHER for those beyond the bound
         self._ended: dict[str, int] = {OVERHEAD: 0}  # by tenant
         self._cpu_ns = self._pool_ns = 0
         self._last: Mapping[str, int] = {}  # the tokens of the step that has ended last
         self._num_begun = 0  # and not ended
+        self._is_idle = True  # nothing was to be computed since the last step
         self._of_row = self._of_token = 1.0
         self._sent_ns = 0
 
@@ -239,16 +240,23 @@ class StepBill:
         """Begin to bill a request that was added, or an input of a session."""
         if len(self._spent) > 2 * len(self._requests) + _MOST_ENDED:
             for gone in self._spent.keys() - self._requests.keys():
-                _add(self._ended, self._tenants.pop(gone), self._spent.pop(gone))
+                self._ended[self._tenants.pop(gone)] += self._spent.pop(gone)
         if request_id not in self._spent:
             self._spent[request_id] = 0
+            # Named for good: a counter of a tenant that is named only while few others live would fall.
+            if tenant not in self._ended and len(self._ended) > MAX_TENANTS:
+                tenant = OTHER
             self._tenants[request_id] = tenant
+            self._ended.setdefault(tenant, 0)
+        self._is_idle |= len(self._requests) <= 1 and not self._num_begun  # others may have been aborted
 
     def begin(self) -> None:
-        if not self._num_begun:  # the core had nothing to compute
+        # Where steps do not overlap, the time between two of them schedules requests and handles their results.
+        if self._is_idle and not self._num_begun:
             self._collect()
             self._ended[OVERHEAD] += self._pool_ns
             self._pool_ns = 0
+        self._is_idle = False
         self._num_begun += 1
 
     def end(self, step: int, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -272,6 +280,7 @@ class StepBill:
         if is_idle and self._last:  # what was done with the results of the last step
             self._collect()
             self._share_out()
+        self._is_idle |= is_idle
         spent = self._spent
         for output in outputs:
             if output.request_id in spent:
@@ -284,7 +293,7 @@ class StepBill:
     def _totals(self) -> dict[str, int]:
         totals = dict(self._ended)
         for request_id, nanoseconds in self._spent.items():
-            _add(totals, self._tenants[request_id], nanoseconds)
+            totals[self._tenants[request_id]] += nanoseconds
         return totals
 
     def _collect(self) -> None:
@@ -305,12 +314,6 @@ class StepBill:
                 spent[request_id] += of_row + of_token * count
             else:  # it has ended long ago
                 self._ended[OVERHEAD] += of_row + of_token * count
-
-
-def _add(totals: dict[str, int], tenant: str, nanoseconds: int) -> None:
-    if tenant not in totals and len(totals) > MAX_TENANTS:
-        tenant = OTHER
-    totals[tenant] = totals.get(tenant, 0) + nanoseconds
 
 
 def dump_failed_step(

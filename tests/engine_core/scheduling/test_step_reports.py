@@ -16,6 +16,7 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, Model
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.scheduling import step_reports
 from tokenloom.engine_core.scheduling.step_reports import IterationLog, StepBill, StepTraces, as_observer
 from tokenloom.process.cpu_bill import OVERHEAD
 
@@ -234,6 +235,45 @@ def test_the_requests_of_a_step_pay_for_it_and_nobody_pays_for_the_time_before()
     billing.step(10, c=1)
     assert billing.spent("c") == [10], "totals come every half second only"
     assert billing.totals() == {OVERHEAD: 100, "x": 15, "y": 25}
+
+
+def test_the_time_between_two_steps_that_do_not_overlap_is_paid_by_requests() -> None:
+    billing = Billing(a="x")
+    billing.step(10, a=1)
+    assert billing.spent("a") == [10]
+    billing.cpu += 6 * MS  # its token is handled, and the next step scheduled
+    billing.step(10, a=1)
+    assert billing.spent("a") == [26]
+    assert billing.totals() == {OVERHEAD: 0, "x": 26}
+
+
+def test_the_time_after_an_abort_is_overhead() -> None:
+    billing = Billing(a="x")
+    billing.step(10, a=1)
+    billing.live.clear()  # aborted: no step says so
+    billing.cpu += 30 * MS
+    billing.live["b"] = None
+    billing.bill.add("b", "y")
+    billing.step(5, b=1)
+    assert billing.totals() == {OVERHEAD: 30, "x": 10, "y": 5}
+
+
+def test_what_a_tenant_is_billed_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_reports, "MAX_TENANTS", 3)
+    monkeypatch.setattr(step_reports, "_MOST_ENDED", 0)
+    billing, rng = Billing(), random.Random(1)
+    before: dict[str, float] = {}
+    for number in range(300):
+        name = f"r{number}"
+        billing.live[name] = None
+        billing.bill.add(name, f"t{rng.randrange(8)}")
+        billing.step(1, **dict.fromkeys(billing.live, 1))
+        for each in [each for each in billing.live if rng.random() < 0.4]:
+            del billing.live[each]
+        totals = billing.totals()
+        assert all(totals[tenant] >= spent for tenant, spent in before.items())
+        before = totals
+    assert len(before) == 3 + 2, "and the overhead, and all others together"
 
 
 def test_what_a_token_and_a_row_cost_is_learned_from_steps_of_one_kind() -> None:

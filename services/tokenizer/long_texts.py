@@ -48,7 +48,8 @@ class EncodeProcesses:
             return await start_helper(f"{__package__}.encode_worker", packed, _reply, _START_SECONDS)
 
         self._pool = HelperPool(start, num_processes, "encode the text", _SECONDS)
-        self._trials = HelperPool(start, 1, "try where texts may be cut", _SECONDS)
+        # One for each time: a pool that was closed has no process that its callers could wait for.
+        self._trials = lambda: HelperPool(start, 1, "try where texts may be cut", _SECONDS)
 
     async def run(self, job: EncodeJob, in_thread: "RunInThread") -> EncodeReply:
         """Return the answer to a call.
@@ -64,10 +65,11 @@ class EncodeProcesses:
         """Return where texts may be cut; None: nowhere. Raises as :meth:`run`."""
         # A thread would hold the interpreter's lock for most of a second. One that stepped back behind other processes
         # held it while it waited for a processor: short texts beside it took up to half a second.
+        trials = self._trials()
         try:
-            reply: EncodeReply = _reply(await self._trials.run(msgspec.msgpack.encode(EncodeJob(tries_cuts=True))))
+            reply: EncodeReply = _reply(await trials.run(msgspec.msgpack.encode(EncodeJob(tries_cuts=True))))
         finally:
-            await self._trials.close()
+            await trials.close()
         kinds = [kind for kind in CUT_KINDS if kind.name in reply.cut_kinds]
         return SafeCuts(kinds, *reply.around) if kinds else None
 

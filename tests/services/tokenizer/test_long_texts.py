@@ -311,7 +311,7 @@ class CutTexts:
         self.failures: list[Exception] = []
         self.num_trials = 0
         processes = EncodeProcesses(None, 1)  # type: ignore[arg-type]
-        processes._trials = self  # type: ignore[assignment]
+        processes._trials = lambda: self  # type: ignore[assignment,return-value]
         self.texts.processes = processes
 
     async def run(self, message: bytes) -> bytes:
@@ -358,6 +358,17 @@ async def test_a_process_that_does_not_start_is_tried_again(monkeypatch: pytest.
     texts.failures = [Unavailable("the process does not start")]
     assert [await texts.is_cut() for _ in range(3)] == [False, False, True]
     assert texts.num_trials == 2
+
+
+async def test_no_trial_waits_for_a_process_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(*_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(long_texts, "start_helper", start)
+    processes = EncodeProcesses(encode_worker.EncodeSetup("", b"", 16, 0, 0), 1)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(processes.find_cuts(), 10)
 
 
 async def test_trials_end_with_the_service(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,10 @@ SHORTEST_FILE: Final = 16 << 10
 _LOOK_BACK: Final = 512
 """Bytes that are kept until more have come, because a file may begin among them."""
 # A quote within a text of JSON has a backslash before it, so nothing here matches within a text. Some libraries write a
-# slash as \/, or the plus sign as \u002B.
+# slash as \/, or the plus sign as \u002B. A list of pictures (video/jpeg) stays: it is no base64 as a whole.
 _BEGINS: Final = re.compile(
-    rb'"(?:url|image_url|audio_url|video_url)"\s*:\s*"data:(?:[^",;\\]|\\/|;(?!base64,)){0,128}(?P<url>;base64,)'
+    rb'"(?:url|image_url|audio_url|video_url)"\s*:\s*"data:(?!(?i:video\\?/jpeg)[;,])'
+    rb'(?:[^",;\\]|\\/|;(?!base64,)){0,128}(?P<url>;base64,)'
     rb'|"data"\s*:\s*"(?=[A-Za-z0-9+/\\])|(?P<list>"images"\s*:\s*\[\s*")'
 )
 _NEXT: Final = re.compile(rb'"\s*,\s*"')

@@ -96,6 +96,14 @@ BODIES: dict[str, tuple[Any, Any, list[bytes]]] = {
         {"url": URL + b64(IMAGE)[:-8] + "=" + b64(IMAGE)[-7:], "data": "a" * SHORTEST_FILE + "_"},
         [],
     ),
+    "a list of pictures": (
+        {"video_url": {"url": f"data:video/jpeg;fps=2;base64,{b64(IMAGE)},{b64(OTHER)}"}, "data": b64(IMAGE)},
+        {
+            "video_url": {"url": f"data:video/jpeg;fps=2;base64,{b64(IMAGE)},{b64(OTHER)}"},
+            "data": f"sha256:{digest(IMAGE)}",
+        },
+        [IMAGE],
+    ),
     "cut base64": ({"data": b64(IMAGE)[:-3]}, {"data": b64(IMAGE)[:-3]}, []),
     "arguments of tools": (
         {"input": {"data": 'name,"age"\nAda,36\n' * 2000, "images": ["é\\" * 9000, "word " * 9000]}, "x": b64(SMALL)},
@@ -149,6 +157,16 @@ def test_escapes_of_json_are_read(size: int) -> None:
         "url": f"data:image/png;sha256,{digest(IMAGE)}",
         "data": f"sha256:{digest(IMAGE)}",
     }
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize("kind", ["video/jpeg", "VIDEO/JPEG;fps=2"])
+def test_a_list_of_pictures_may_have_escapes(size: int, kind: str) -> None:
+    """Known as one file that is no base64 only at its comma, it was refused: what had come was forgotten."""
+    body = {"url": f"data:{kind};base64,{b64(IMAGE)},{b64(OTHER)}"}
+    found = extract(json.dumps(body).replace("/", "\\/").encode(), size)
+    assert json.loads(found.text) == body
+    assert not found.files
 
 
 def test_a_body_that_is_cut_stays_wrong() -> None:

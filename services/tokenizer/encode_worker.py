@@ -41,7 +41,7 @@ class EncodeSetup(msgspec.Struct, frozen=True):
     memory_bytes: int
     """Of a text and its tokens, beyond what the process has once it is ready."""
     reads_media: bool = False
-    """Whether texts may hold images or sounds."""
+    """Whether texts may hold images, videos or sounds."""
 
 
 class EncodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,7 +50,7 @@ class EncodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         request: An ``EncodeRequest``, or the wishes of an ``EncodeChatRequest`` with ``text``, or a ``DecodeRequest``.
         text, masks: Of the rendered conversation.
-        media: The images and sounds that it holds, each a ``MediaItem`` without places.
+        media: The images, videos and sounds that it holds, each a ``MediaItem`` without places.
         reasoning_start: How the conversation leaves the model's reasoning, as ``TokenizedPrompt`` has it.
         chunks: Parts of one text, of which the packed ids are wanted and nothing else.
         tries_cuts: Whether it is to be tried where texts may be cut; nothing else is wanted then.

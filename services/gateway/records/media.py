@@ -130,6 +130,9 @@ _EXAMPLES: Mapping[types_pb2.MediaKind, str] = {
 _LISTED = "video/jpeg"
 """The type of a list of pictures, as vLLM's clients send a video: the base64 of each, with commas between them."""
 _WITH_RATE = re.compile(r"data:video/jpeg;fps=", re.IGNORECASE)
+MAX_LISTED = 1 << 14
+"""Pictures of a list, as many as encoders take. Eight megabytes could list four million, of which each takes a
+microsecond."""
 _LONGEST_HEAD = 64
 
 
@@ -271,6 +274,8 @@ def read_digest(where: str, text: str) -> bytes:
 
 def _listed(where: str, head: str, text: str) -> bytes:
     """Return the file of a list of pictures, which encoders decode one by one: the list as it came."""
+    if (count := text.count(",") + 1) > MAX_LISTED:
+        raise InvalidArgument(f"{where} lists {count:,} pictures; at most {MAX_LISTED:,} are taken", where)
     for picture in text.split(","):
         if not picture or not _BASE64.fullmatch(picture):
             raise InvalidArgument(f"{where} must list the base64 of pictures, with commas between them", where)

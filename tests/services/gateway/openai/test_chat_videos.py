@@ -101,6 +101,12 @@ async def test_a_picture_may_be_an_image_and_a_video(vision: Vision) -> None:
         ([seen("file:///etc/passwd")], {}, "messages[0].content[0].video_url", "data: URL"),
         ([{"type": "video_url"}], {}, "messages[0].content[0].video_url", "the URL of a video: data:video/"),
         ([seen("data:video/jpeg;base64,AAAA,,AAAA")], {}, "messages[0].content[0].video_url", "commas between"),
+        (
+            [seen("data:video/jpeg;base64," + "A," * 16384 + "A")],
+            {},
+            "messages[0].content[0].video_url",
+            "at most 16,384",
+        ),
         ([seen(f"data:video/jpeg;a={'b' * 60};base64,AA==,AA==")], {}, "messages[0].content[0].video_url", ";fps="),
         ([seen(url(CLIP))] * 2, {}, "messages[0].content[0].video_url", "may have 1 videos, not 2"),
         ([seen(url(b"bad"))], {}, "messages[0].content[0].video_url", "the file is no"),

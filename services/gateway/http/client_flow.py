@@ -298,11 +298,9 @@ class ResponseWriter:
             lines.append(self._piece(body))
         self._flow.transport.write(b"".join(lines))
 
-    def go_on(self, tail: bytes, *, is_chunked: bool) -> None:
-        """Continue a response that another process has begun. ``tail``: what it has made and not written."""
-        self._has_begun, self._is_chunked = True, is_chunked
-        if tail:
-            self._flow.transport.write(tail)
+    def go_on(self) -> None:
+        """Continue a response in chunks that another process has begun."""
+        self._has_begun = self._is_chunked = True
 
     def write(self, body: bytes) -> None:
         """Send a piece of the body; it must not be empty."""

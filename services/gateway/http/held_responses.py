@@ -27,6 +27,7 @@ MOST_AT_ONCE = 16 << 10
 RING_BYTES = MOST_BUFFERED + 2 * MOST_AT_ONCE
 """What was written last. A piece that was stored in part, when the gateway was killed, takes the place of the oldest
 bytes; what the kernel has not taken is among the others."""
+_MOST_LEFT = RING_BYTES - MOST_AT_ONCE
 REQUEST_BYTES = 14 << 10
 """A larger request is stored in a file in memory of its own."""
 MOST_REQUEST_BYTES = 1 << 20
@@ -44,11 +45,12 @@ _FIXED = struct.Struct("@QQQiiII40s")
 _BANKS = [struct.Struct(f"@{2 + count}Q") for count in range(MOST_OUTPUTS + 1)]
 """Length and state of the response, and a word for each output. There are two banks; the number that is stored last is
 odd if the second one counts."""
-_FIXED_AT, _GIVEN_AT, _BANKS_AT, _BANK_BYTES = 8, 104, 128, 16 + 8 * MOST_OUTPUTS
+_FIXED_AT, _GIVEN_AT, _FOLLOWED_AT, _BANKS_AT, _BANK_BYTES = 8, 104, 112, 128, 16 + 8 * MOST_OUTPUTS
 _REQUEST_AT = 2 << 10
 _RING_AT = _REQUEST_AT + REQUEST_BYTES
 SLOT_BYTES = _RING_AT + RING_BYTES
 _IS_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n\r\n"
+_BARE = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 """No other piece ends so: events and lines of JSON end with a line feed alone."""
 _SO_COOKIE, _ACKED_AT, _INFO_BYTES = 57, 120, 128
@@ -172,19 +174,22 @@ class HeldTable:
         if not self._free or is_busy:
             return None
         request = request_bytes(asked, body) if past is None else past.request
+        if past is not None and len(past.tail) > _MOST_LEFT:
+            return None
         file_bytes = len(request) if len(request) > REQUEST_BYTES else 0
         if not request or len(request) > MOST_REQUEST_BYTES or self._file_bytes + file_bytes > MOST_FILE_BYTES:
             return None
         descriptor: int = flow.transport.get_extra_info("socket").fileno()
+        if descriptor < 0:  # its client has left
+            return None
         try:
             cookie, base = cookie_of(descriptor), num_taken(descriptor)
-        except OSError:  # a unix socket, or one that its client has left
+            file = _file_of(request) if file_bytes else -1
+        except OSError:  # a unix socket, or no memory or descriptor is left for a file
             return None
-        slot, file = self._free.pop(), -1
-        if file_bytes:
-            file = _file_of(request)
-            self._file_bytes += file_bytes
-        else:
+        slot = self._free.pop()
+        self._file_bytes += file_bytes
+        if not file_bytes:
             start = slot * SLOT_BYTES + _REQUEST_AT
             self.memory[start : start + len(request)] = request
         return HeldResponse(self, slot, flow, (cookie, base, len(request), descriptor, file), past)
@@ -211,6 +216,8 @@ class HeldTable:
         cookie, base, length, descriptor, file, created, num_outputs, name = _FIXED.unpack_from(memory, at + _FIXED_AT)
         bank = _BANKS[num_outputs].unpack_from(memory, at + _BANKS_AT + (commit & 1) * _BANK_BYTES)
         total, state = bank[:2]
+        if self.words[(at + _FOLLOWED_AT) // 8]:
+            state |= FOLLOWED
         request = memory[at + _REQUEST_AT : at + _REQUEST_AT + length] if file < 0 else os.pread(file, length, 0)
         ring = memory[at + _RING_AT : at + SLOT_BYTES]
         end = total % RING_BYTES
@@ -223,7 +230,7 @@ class HeldTable:
             created=created,
             entries=tuple(map(OutputEntry.of, bank[2:])) if is_named else (),
         )
-        return HeldRecord(slot, descriptor, cookie, base, total, last[-(RING_BYTES - MOST_AT_ONCE) :], past)
+        return HeldRecord(slot, descriptor, cookie, base, total, last[-_MOST_LEFT:], past)
 
 
 class HeldResponse:
@@ -242,7 +249,8 @@ class HeldResponse:
         fixed: tuple[int, int, int, int, int],
         past: PastResponse | None,
     ) -> None:
-        """``fixed``: cookie, base, bytes of the request, descriptor, file of the request or -1."""
+        """``fixed``: cookie, base, bytes of the request, descriptor, file of the request or -1. ``past``: its tail is
+        stored here, and written by the caller."""
         self.past = past
         self.created = 0 if past is None else past.created
         self._table, self._slot, self._flow, self._fixed = table, slot, flow, fixed
@@ -250,12 +258,14 @@ class HeldResponse:
         at = slot * SLOT_BYTES
         self._ring, self._commit_at = at + _RING_AT, at // 8
         self._banks = at + _BANKS_AT, at + _BANKS_AT + _BANK_BYTES
-        self._words[(at + _GIVEN_AT) // 8] = 0
+        self._followed_at = (at + _FOLLOWED_AT) // 8
+        self._words[(at + _GIVEN_AT) // 8] = self._words[self._followed_at] = 0
         self._total = self._commit = 0
         self._state = 0
         self._entries: list[int] = []
         self._pack = _BANKS[0].pack_into
         self._is_stored = True
+        self._is_closed = self._is_free = False
         self._is_plain = False  # whether a piece within the ring is stored without further ado
         self._transport = flow.transport
         self._write = self._transport.write
@@ -264,7 +274,9 @@ class HeldResponse:
             self._store_fixed("")
             self._store()
         else:
-            self._state = past.state
+            # With the positions, which cover it: a second gateway may be killed before the kernel has taken it.
+            self._memory[self._ring : self._ring + len(past.tail)] = past.tail
+            self._total, self._state = len(past.tail), past.state
             self.name(past.request_id, [entry.word for entry in past.entries])
         flow.transport = self  # type: ignore[assignment]
 
@@ -292,7 +304,9 @@ class HeldResponse:
     def _write_rarely(self, data: bytes, at: int, size: int) -> None:
         """Store the first or the last piece, or one that goes around the ring. One that is too large is not stored, nor
         is what follows it: until the kernel takes bytes that are not stored, the stored ones say all that is needed."""
-        self._is_stored = self._is_stored and size <= MOST_AT_ONCE
+        # The body of a large whole answer follows its head, in pieces that are not stored.
+        is_bare = not self._state & BEGUN and data.endswith(_BARE) and _IS_CHUNKED not in data
+        self._is_stored = self._is_stored and size <= MOST_AT_ONCE and not is_bare
         if self._is_stored:
             ring, fits = self._ring, min(size, RING_BYTES - at)
             self._memory[ring + at : ring + at + fits] = data[:fits]
@@ -315,8 +329,10 @@ class HeldResponse:
         self._store()
 
     def mark_followed(self) -> None:
-        """Note, with the next piece, that the client has sent more than this request."""
-        self._state |= FOLLOWED
+        """Note that the client has sent more than this request."""
+        # At once, and in a word of its own: there may be no further piece, and the positions may be ahead of the bytes.
+        if not self._is_free:
+            self._words[self._followed_at] = 1
 
     def mark_shaped(self) -> None:
         """Note that the next piece holds the events before any output."""
@@ -329,7 +345,10 @@ class HeldResponse:
         self._entries[index] = word & 1 | flags | num_tokens << 2 | (word >> 33) + num_chars << 33
 
     def close(self) -> None:
-        """Let go of the response, which has ended: at once, or when the kernel has its last bytes."""
+        """Let go of the response, which has ended: at once, or when the kernel has its last bytes. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._flow.transport = self._transport
         state = self._state
         if self._is_stored and (state & ENDED or state & (BEGUN | CHUNKED) == BEGUN):
@@ -337,13 +356,20 @@ class HeldResponse:
         else:
             self._free()
 
-    def _free_when_taken(self) -> None:
-        if self._transport.get_write_buffer_size() and not self._transport.is_closing():
-            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._free_when_taken)
-        else:
+    def free_if_taken(self) -> bool:
+        """Give the slot back, if it is closed and the kernel has its last bytes. Return whether it has none now."""
+        if self._is_closed and (self._transport.is_closing() or not self._transport.get_write_buffer_size()):
             self._free()
+        return self._is_free
+
+    def _free_when_taken(self) -> None:
+        if not self.free_if_taken():
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._free_when_taken)
 
     def _free(self) -> None:
+        if self._is_free:
+            return
+        self._is_free = True
         file, size = self._fixed[4], self._fixed[2]
         self._table.free(self._slot, 0 if file < 0 else size)
         if file >= 0:
@@ -418,6 +444,10 @@ def _option(descriptor: int, level: int, name: int, size: int) -> bytes:
 def _file_of(data: bytes) -> int:
     """Return the descriptor of a file in memory."""
     file = os.memfd_create("tokenloom-held-request")
-    with open(file, "wb", buffering=0, closefd=False) as written:
-        written.write(data)
+    try:
+        with open(file, "wb", buffering=0, closefd=False) as written:
+            written.write(data)
+    except OSError:
+        os.close(file)
+        raise
     return file

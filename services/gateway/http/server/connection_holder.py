@@ -377,5 +377,6 @@ class HeldProtocol(HttpProtocol):
         if not past.has_begun:
             return "not_begun"
         exchange.started, exchange.status = True, 200
-        cast(ResponseWriter, exchange.response).go_on(past.tail, is_chunked=True)
+        cast(ResponseWriter, exchange.response).go_on()
+        self.transport.write(past.tail)  # not by what stores the response, which has the tail
         return "begun"

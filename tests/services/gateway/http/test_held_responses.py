@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -12,12 +14,17 @@ import pytest
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientFlow
 from tokenloom.services.gateway.http.held_responses import (
+    BEGUN,
+    CHUNKED,
+    FOLLOWED,
     MOST_AT_ONCE,
+    NAMED,
     RING_BYTES,
     HeldRecord,
     HeldResponse,
     HeldTable,
     OutputEntry,
+    PastResponse,
     num_taken,
 )
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
@@ -229,3 +236,68 @@ async def test_what_was_given_away_is_given_to_no_other() -> None:
         held.close()
         connection.begin(table)
         assert only(table.records()).past.state == 0
+
+
+@pytest.mark.parametrize("size", [5, MOST_AT_ONCE, RING_BYTES - MOST_AT_ONCE])
+async def test_a_tail_is_stored_from_the_beginning(size: int) -> None:
+    """So that a second gateway that is killed before the kernel has taken it loses nothing."""
+    table, tail = HeldTable(1), bytes(range(250)) * (size // 250 + 1)
+    past = PastResponse(b"the request", tail[:size], BEGUN | CHUNKED | NAMED, ID, 7, (OutputEntry(True, False, 9, 9),))
+    async with connected() as connection:
+        held = table.begin(connection.flow, connection.exchange(), b"", past)
+        assert held is not None
+        record = only(table.records())
+        assert record.missing(num_taken(record.descriptor)) == past.tail
+        assert (record.past.entries, record.past.request_id) == (past.entries, ID)
+        connection.transport.write(past.tail)
+        record = only(table.records())
+        assert record.missing(record.base) == past.tail
+        connection.flow.transport.write(b"2\r\n{}\r\n")
+        record = only(table.records())
+        assert record.missing(record.base + size) == b"2\r\n{}\r\n"
+
+
+async def test_that_more_was_read_counts_at_once_and_without_what_is_not_written() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        held = connection.begin(table)
+        held.name(ID, [0])
+        connection.flow.transport.write(HEAD)
+        held.advance(0, 3, 11, 1)  # of a piece that waits for the client
+        held.mark_followed()
+        record = only(table.records())
+        assert record.past.state & FOLLOWED
+        assert record.past.entries == (OutputEntry(),)
+        held.close()
+        connection.begin(table)
+        assert not only(table.records()).past.state & FOLLOWED
+
+
+async def test_the_head_of_a_large_whole_answer_is_not_all_of_it() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        connection.begin(table)
+        connection.flow.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 300000\r\n\r\n")
+        record = only(table.records())
+        assert (record.past.has_begun, record.past.is_over) == (False, False)
+        assert record.missing(num_taken(record.descriptor)) is None  # the client has a head whose body is not stored
+
+
+async def test_a_request_for_which_there_is_no_descriptor_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    table = HeldTable(1)
+    monkeypatch.setattr(os, "memfd_create", full)
+    async with connected() as connection:
+        assert table.begin(connection.flow, connection.exchange(host="here"), b"x" * (20 << 10)) is None
+        assert table.num_held == 0
+
+
+async def test_the_response_to_a_client_that_has_left_is_not_held() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        connection.transport.abort()
+        await asyncio.sleep(0)
+        assert table.begin(connection.flow, connection.exchange(host="here"), b"{}") is None
+        assert table.num_held == 0

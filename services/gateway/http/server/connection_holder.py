@@ -46,6 +46,7 @@ from ..held_responses import (
     num_taken,
 )
 from ..http_exchange import HttpExchange
+from .connections import NO_RESPONSE
 from .http_protocol import HttpContext, HttpProtocol
 
 log = logging.getLogger(__name__)
@@ -55,12 +56,15 @@ SUFFIX = ".held"
 GIVE_SECONDS = 30.0
 """For so long a holder looks for a gateway. Output processors keep the requests for twice as long."""
 _LOOK_SECONDS = 0.05
+_READY_SECONDS = 2.0
+"""For so long a holder waits until a gateway is ready: one that hangs is given nothing."""
 _TAKE_SECONDS = 10.0
 """Limit on the time that a gateway takes for one connection."""
 _RESTART_SECONDS = 1.0
 _LENGTHS = struct.Struct(">III")
 """Bytes of the description, of the request and of the tail."""
-_TAKEN = b"t"
+_READY, _TAKEN = b"r", b"t"
+"""What a gateway sends: that it takes connections, and that it has taken one."""
 _BACKLOG = 16
 _PR_SET_NAME = 15
 _CLONE_FILES = 0x400
@@ -136,14 +140,14 @@ def _hold(table: HeldTable, directory: Path, gateway: int, parent: int) -> None:
     """Wait for the end of the gateway, then give its connections away."""
     with contextlib.suppress(ProcessLookupError):
         _wait_for_end(os.pidfd_open(gateway))
-    records = list(table.records())
-    keep = {record.descriptor for record in records}
+    records = table.records()
+    held = [(record, connection) for record in records if (connection := _connection_of(record)) is not None]
     try:
-        keep.add(above := os.pidfd_open(parent))
+        above = os.pidfd_open(parent)
     except ProcessLookupError:
         return
-    _close_all_but(keep)  # at once: peers of the gateway learn of its end by that
-    held = [(record, connection) for record in records if (connection := _connection_of(record)) is not None]
+    # At once: peers of the gateway learn of its end by that.
+    _close_all_but({above, *(connection.fileno() for _, connection in held)})
     until = time.monotonic() + GIVE_SECONDS
     while held and time.monotonic() < until and not _has_ended(above):
         for path in directory.glob(f"*{SUFFIX}"):
@@ -185,13 +189,15 @@ def _connection_of(record: HeldRecord) -> socket.socket | None:
 def _give_all(table: HeldTable, path: Path, held: list[tuple[HeldRecord, socket.socket]]) -> None:
     """Give connections to the gateway that listens at a path, as long as it takes them, and drop them from the list."""
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(_TAKE_SECONDS)
+        peer.settimeout(_READY_SECONDS)
         try:
             peer.connect(str(path))
-        except OSError:  # a socket that an ended gateway has left, or one of a gateway that leaves
+            # The kernel accepts for a gateway that hangs, or is about to leave: what is given to that one is lost.
+            if not _is_ours(peer) or peer.recv(1) != _READY:
+                return
+        except OSError:  # a socket that an ended gateway has left, or one of a gateway that leaves or hangs
             return
-        if not _is_ours(peer):
-            return
+        peer.settimeout(_TAKE_SECONDS)
         goes_on = True
         while held and goes_on:
             record, connection = held.pop()
@@ -301,6 +307,10 @@ class TakenConnections:
 
     async def _take_all(self, peer: socket.socket) -> None:
         with peer:
+            try:
+                await asyncio.to_thread(peer.sendall, _READY)
+            except OSError:  # the holder has ended, or does not wait any more
+                return
             while (given := await asyncio.to_thread(_read_past, peer)) is not None:
                 state = await self._take(*given)
                 self._counter.labels(state).inc()
@@ -323,7 +333,9 @@ class HeldProtocol(HttpProtocol):
         super().__init__(**named, context=context)
         self._table = table
         self._past = past
+        self._latest: HeldResponse | None = None
         self._ends = past is not None and bool(past.state & FOLLOWED)  # with the next response
+        self._goes_on = False  # while the request of a response that has begun is read again
         self.found = "refused"
         if past is not None:
             self.refusal = b""  # within a response there is no place for the words of another one
@@ -335,14 +347,25 @@ class HeldProtocol(HttpProtocol):
             self.found = self._go_on(past)
 
     def end_response(self, *, keep_alive: bool, lingers: bool) -> None:
+        # Now: the task may run on while the next response is written.
+        if self._latest is not None:
+            self._latest.close()
         # What the client has sent behind its request was read by the gateway that was killed. A client that is answered
         # nothing would wait; one whose connection ends sends it again.
-        super().end_response(keep_alive=keep_alive and not self._ends, lingers=lingers)
+        super().end_response(keep_alive=keep_alive, lingers=lingers or self._ends)
 
-    def _receive(self, data: bytes) -> None:
-        if (answered := self._answered) is not None and answered.held is not None:
-            answered.held.mark_followed()
-        super()._receive(data)
+    def data_received(self, data: bytes) -> None:
+        # Here: what waits for a turn of the event loop is read, and is lost with this process.
+        if self._latest is not None:
+            self._latest.mark_followed()
+        super().data_received(data)
+
+    def _refuse(self, status: bytes, text: bytes, reason: str) -> None:
+        if self._goes_on:
+            self._context.connections.on_refused(NO_RESPONSE, reason)
+            self.transport.abort()
+        else:
+            super()._refuse(status, text, reason)
 
     def _start(self, exchange: HttpExchange) -> None:
         exchange.hold = partial(self._hold, exchange)
@@ -358,22 +381,29 @@ class HeldProtocol(HttpProtocol):
             return exchange.held
         if self._pipeline or exchange.body.files is not None or not cast(ResponseWriter, exchange.response).speaks_1_1:
             return None
-        return self._table.begin(self.flow, exchange, body)
+        if self._latest is not None and not self._latest.free_if_taken():
+            return None
+        held = self._latest = self._table.begin(self.flow, exchange, body)
+        if held is not None and (self._in_head or self._held):
+            held.mark_followed()
+        return held
 
     def _go_on(self, past: PastResponse) -> str:
         """Write what the kernel has not got of a response, and let the application make what is missing."""
         if past.is_over:
             self.transport.write(past.tail)
             if self._ends:
-                self.transport.close()
+                self._leave()
             return "complete"
+        self._goes_on = past.has_begun
         self._receive(past.request)
+        self._goes_on = False
         exchange = self._answered
         if exchange is None:
             self.transport.abort()
             return "refused"
         exchange.past = past
-        exchange.held = self._table.begin(self.flow, exchange, b"", past)
+        exchange.held = self._latest = self._table.begin(self.flow, exchange, b"", past)
         if not past.has_begun:
             return "not_begun"
         exchange.started, exchange.status = True, 200

@@ -3,19 +3,24 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.services.gateway.fakes import SOON
 from tokenloom.request.limits import AdmissionLimit
+from tokenloom.services.gateway.http.client_flow import TurnShare
 from tokenloom.services.gateway.http.held_responses import BEGUN, CHUNKED, ENDED, FOLLOWED, HeldTable, PastResponse
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
+from tokenloom.services.gateway.http.server import connection_holder
 from tokenloom.services.gateway.http.server.connection_holder import HeldProtocol, TakenConnections
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer
@@ -23,6 +28,7 @@ from tokenloom.services.gateway.metrics.gateway_metrics import count_taken
 
 SLOW_REQUEST = b"POST /slow HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 REQUEST = b"POST /a HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{}"
+HELD_REQUEST = b"POST /held HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 _LENGTHS = struct.Struct(">III")
 
 
@@ -33,6 +39,15 @@ async def answer(exchange: HttpExchange) -> None:
         while exchange.response.is_open:
             await exchange.write(b"a piece")
             await asyncio.sleep(0)
+    elif exchange.path == "/late":
+        assert exchange.hold is not None
+        exchange.held = exchange.hold(b"")
+        await exchange.respond(200, b"late")
+        await asyncio.sleep(SOON)
+    elif exchange.path == "/held":
+        assert exchange.hold is not None
+        exchange.held = exchange.hold(b"")
+        await asyncio.sleep(SOON)
     elif exchange.past is not None and exchange.past.has_begun:
         await exchange.finish(b"the rest")
     else:
@@ -105,6 +120,108 @@ async def test_a_request_behind_another_one_is_noted() -> None:
                     await asyncio.sleep(0)
 
 
+async def test_a_part_of_a_further_request_is_noted_too() -> None:
+    """Also what was read with the request itself, before its response is held."""
+    async with serving() as (server, table):
+        with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
+            client.send(HELD_REQUEST + b"POST /a HTTP")
+            async with asyncio.timeout(SOON):
+                while not (records := list(table.records())):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            assert records[0].past.state & FOLLOWED
+
+
+async def test_what_waits_for_a_turn_of_the_event_loop_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            assert await server.take(PastResponse(SLOW_REQUEST), ours) == "not_begun"
+            while not list(table.records()):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            monkeypatch.setattr(TurnShare, "take", lambda _: False)
+            monkeypatch.setattr(TurnShare, "call", lambda *_: None)
+            client.send(REQUEST)
+            async with asyncio.timeout(SOON):
+                while not any(record.past.state & FOLLOWED for record in table.records()):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+
+
+async def test_the_end_of_a_response_arrives_although_more_is_sent() -> None:
+    """The kernel resets a closed connection at which data arrives, and the client may lose what it has not read."""
+    async with serving() as (server, _):
+        for state, tail in ((BEGUN | CHUNKED, b"5\r\nhello\r\n"), (BEGUN | CHUNKED | ENDED, b"0\r\n\r\n")):
+            with connection() as (ours, client):
+                client.send(b"HTTP/1.1\r\nhost: here\r\n")  # the rest of what the killed gateway has read
+                await server.take(PastResponse(REQUEST, tail, state | FOLLOWED), ours)
+                for _ in range(10):
+                    await asyncio.sleep(0.005)
+                    client.send(b"and-so: on\r\n")
+                assert (await received(client, b"0\r\n\r\n")).startswith(tail)
+
+
+async def test_the_next_response_is_held_although_the_task_of_the_last_one_runs() -> None:
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            request = b"POST /late HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
+            assert await server.take(PastResponse(request), ours) == "not_begun"
+            await received(client, b"late")
+            client.send(HELD_REQUEST)
+            async with asyncio.timeout(SOON):
+                while not any(b"/held" in record.past.request for record in table.records()):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            assert table.num_held == 1
+
+
+async def test_no_words_of_a_refusal_come_within_a_response() -> None:
+    """As where a request has as many fields as it may have, before its id and its length are added."""
+    fields = b"".join(b"a%d: b\r\n" % number for number in range(120))
+    async with serving() as (server, _):
+        with connection() as (ours, client):
+            request = b"POST /a HTTP/1.1\r\nhost: here\r\n%bcontent-length: 2\r\n\r\n{}" % fields
+            assert await server.take(PastResponse(request, b"5\r\nhello\r\n", BEGUN | CHUNKED), ours) == "refused"
+            async with asyncio.timeout(SOON):
+                with contextlib.suppress(ConnectionResetError):
+                    assert await asyncio.get_running_loop().sock_recv(client, 1 << 16) == b""
+
+
+async def test_nothing_is_given_to_a_gateway_that_does_not_answer(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs, or one that drains and has not accepted the connection of the holder."""
+    monkeypatch.setattr(connection_holder, "_READY_SECONDS", 0.05)
+    path = socket_dir / "gateway-0.held"
+    async with serving() as (server, table):
+        with connection() as (ours, client), ours, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            assert await server.take(PastResponse(SLOW_REQUEST), ours.dup()) == "not_begun"
+            async with asyncio.timeout(SOON):
+                while not (records := list(table.records())):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            held: list[Any] = [(records[0], ours)]
+            await asyncio.to_thread(connection_holder._give_all, table, path, held)
+            assert len(held) == 1
+            assert list(table.records())
+            client.close()
+
+
+async def test_a_descriptor_that_names_another_connection_now_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is closed with all others, so that the other side learns of the gateway's end at once."""
+    kept: list[int] = []
+    monkeypatch.setattr(connection_holder, "_wait_for_end", os.close)
+    monkeypatch.setattr(connection_holder, "_close_all_but", kept.extend)
+    async with serving() as (server, table):
+        with connection() as (ours, _), socket.socket(socket.AF_UNIX) as other:
+            assert await server.take(PastResponse(SLOW_REQUEST), ours) == "not_begun"
+            (record,) = table.records()
+            os.dup2(other.fileno(), record.descriptor)
+            connection_holder._hold(table, tmp_path, os.getpid(), os.getppid())
+            assert record.descriptor not in kept
+            (above,) = kept
+            os.close(above)
+
+
 async def test_a_response_of_which_nothing_was_sent_is_made() -> None:
     async with serving() as (server, _):
         with connection() as (ours, client):
@@ -153,12 +270,14 @@ async def test_a_message_that_no_holder_sends_harms_no_other(socket_dir: Path) -
             with socket.socket(socket.AF_UNIX) as wrong:
                 wrong.setblocking(False)
                 await loop.sock_connect(wrong, str(path))
+                assert await loop.sock_recv(wrong, 1) == b"r"
                 await loop.sock_sendall(wrong, b"no connection comes with it")
                 with contextlib.suppress(ConnectionResetError):
                     assert await loop.sock_recv(wrong, 1) == b""
             with connection() as (ours, client), socket.socket(socket.AF_UNIX) as peer:
                 peer.setblocking(False)
                 await loop.sock_connect(peer, str(path))
+                assert await loop.sock_recv(peer, 1) == b"r"
                 about = json.dumps([0, "", 0, []]).encode()
                 socket.send_fds(peer, [_LENGTHS.pack(len(about), len(REQUEST), 0)], [ours.fileno()])
                 await loop.sock_sendall(peer, about + REQUEST)

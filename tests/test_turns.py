@@ -58,7 +58,8 @@ def test_of_each_test_that_computes_some_cases_run_and_all_in_turn() -> None:
         assert {case.id for of_turn in ran for case in of_turn} == {*ids}
         assert sum(map(len, ran)) == len(ids), "once in so many turns"
         assert all(len({case.id[0] for case in of_turn}) == 3 for of_turn in ran), "of all values of each parameter"
-        assert all(plain not in others([plain, *cases], turn) for turn in range(parts))
+        always = all(plain not in others([plain, *cases], turn) for turn in range(parts))
+        assert always != place.startswith(FOLDERS), "files of long folders take turns too"
 
 
 def test_every_long_file_has_its_turn_and_the_turns_are_of_like_size() -> None:

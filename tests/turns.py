@@ -63,8 +63,8 @@ OF_EACH_TEST = {
     "tests/tokenloom/cli/test_command_lines.py": 3,
     "tests/tokenloom/offline/": 3,
 }
-"""In how many parts the cases of the tests of a folder or file take turns; tests without cases always run, except those of
-``FOLDERS``."""
+"""In how many parts the cases of the tests of a folder or file take turns. Tests without cases always run, except those
+of ``FOLDERS``."""
 
 
 def of_other_turns(items: Iterable[pytest.Item], turn: int) -> list[pytest.Item]:

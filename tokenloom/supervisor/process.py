@@ -238,10 +238,11 @@ class Starter:
     async def start(self, spec: PartSpec) -> Process:
         """Start the process of a part. Raises ``OSError`` if the system makes none."""
         await self.ready(spec)
-        standby = self._standbys.get(spec.service)
+        standby = None
         try:
             async with self._starting:
                 self._reap()
+                standby = self._standbys.get(spec.service)  # now: the start before this one may have lost it
                 if standby is None or spec.command[: len(PYTHON_MODULE)] != PYTHON_MODULE:
                     return await Process.start(spec, self._output)
                 return await self._fork(standby, spec)
@@ -252,14 +253,16 @@ class Starter:
 
     async def _fork(self, standby: Standby, spec: PartSpec) -> Process:
         before, supervisor = set(children(os.getpid())), os.getpid()
-        output = self._output.open(spec.name)
+        output, own = self._output.open(spec.name), set[int]()
         try:
             process = await standby.fork(spec, output)
+            own.add(process.pid)
+            return process
         finally:
             os.close(output)
-        # Other processes whose parents have ended at the same moment are this process's children now.
-        self._orphans |= set(children(supervisor)) - before - {process.pid}
-        return process
+            # Other processes whose parents have ended at the same moment are this process's children now; so is a part
+            # that was given up, and ends.
+            self._orphans |= set(children(supervisor)) - before - own
 
     def _reap(self) -> None:
         for pid in [*self._orphans]:

@@ -138,6 +138,9 @@ STOPPED = """
     os.kill(standby._pid, signal.SIGSTOP)
     await ended(starter, 0)
 """
+STOPPED_BEFORE_TWO = STOPPED.replace(
+    "await ended(starter, 0)", "await asyncio.gather(ended(starter, 0), ended(starter, 2))"
+)
 ORPHANED = """
     parent = subprocess.Popen([sys.executable, "-c", "import os, time; print(os.fork(), flush=True); time.sleep(600)"],
                               stdout=subprocess.PIPE, text=True)
@@ -191,7 +194,9 @@ def test_engines_are_forks_of_their_standby_and_other_parts_of_another(tmp_path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's processes are forked")
-@pytest.mark.parametrize(("steps", "reason"), [(KILLED, "it has ended"), (STOPPED, "it is stopped")])
+@pytest.mark.parametrize(
+    ("steps", "reason"), [(KILLED, "it has ended"), (STOPPED, "it is stopped"), (STOPPED_BEFORE_TWO, "it is stopped")]
+)
 def test_engines_are_started_anew_when_the_standby_is_lost(steps: str, reason: str, tmp_path: Path) -> None:
     lines, imports = supervised(tmp_path, steps)
     assert f"standby-1 {reason}; processes of engine are started anew from now on" in lines

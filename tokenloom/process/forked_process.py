@@ -89,7 +89,7 @@ def fork_part(
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # such as after `2>&-`
             stream.flush()
-    with _interrupts_wait() as mask:  # so that Ctrl-C does not raise in the child before it catches everything
+    with interrupts_wait() as mask:  # so that Ctrl-C does not raise in the child before it catches everything
         pid = os.fork()
         if not pid:
             end(_part_from(supervisor, mask, output, descriptors, prepare) or become(command, environment))
@@ -99,7 +99,7 @@ def fork_part(
 
 
 @contextlib.contextmanager
-def _interrupts_wait() -> Iterator[set[signal.Signals | int]]:
+def interrupts_wait() -> Iterator[set[signal.Signals | int]]:
     """Hold SIGINT back, and yield the mask of signals that was set before."""
     mask: set[signal.Signals | int] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

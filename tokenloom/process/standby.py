@@ -21,11 +21,11 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final, NoReturn
 
-from .forked_process import become, close_all_but, end, show_command_line, take_streams
+from .forked_process import become, close_all_but, end, interrupts_wait, show_command_line, take_streams
 from .launch import die_with_parent
 from .memory import forget_start
 from .uncollected_imports import uncollected_imports
@@ -101,14 +101,14 @@ def fork_standby(modules: Sequence[str], output: int) -> tuple[int, socket.socke
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisor = os.getpid()
-    with theirs:
+    with theirs, interrupts_wait() as mask:  # or Ctrl-C might raise in the standby before it catches everything
         try:
             pid = os.fork()
         except OSError:
             ours.close()
             raise
         if not pid:
-            _end_with(lambda: _stand_by(theirs, modules, output, supervisor))
+            _end_with(lambda: _stand_by(theirs, modules, output, supervisor, mask))
         with contextlib.suppress(OSError):  # it does the same: whichever is first
             os.setpgid(pid, pid)
         return pid, ours
@@ -127,8 +127,15 @@ def _end_with(run: Callable[[], int]) -> NoReturn:
         os._exit(status)
 
 
-def _stand_by(connection: socket.socket, modules: Sequence[str], output: int, supervisor: int) -> int:
+def _stand_by(
+    connection: socket.socket,
+    modules: Sequence[str],
+    output: int,
+    supervisor: int,
+    mask: Iterable[signal.Signals | int],
+) -> int:
     os.setpgid(0, 0)  # so that it gets no Ctrl-C of a terminal
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     die_with_parent(supervisor)
     take_streams(output)
     close_all_but([connection.fileno()], inheritable=False)

@@ -190,3 +190,26 @@ def test_a_standby_that_cannot_import_or_has_a_thread_says_why_and_ends(module: 
     lines = lines_of(start(tmp_path, modules=(module,)))
     assert any(line.startswith("b''") for line in lines), "the end of its socket"
     assert any(module in line and ("ModuleNotFoundError" in line or "thread" in line) for line in lines)
+
+
+INTERRUPTED = """
+import os, signal
+from tokenloom.process.standby import fork_standby
+
+fork, supervisor = os.fork, os.getpid()
+def interrupted():
+    if not (pid := fork()):
+        os.kill(os.getpid(), signal.SIGINT)
+    return pid
+os.fork = interrupted
+try:
+    print("answer", fork_standby((), 1)[1].recv(8), flush=True)
+finally:
+    print("back in", "the supervisor" if os.getpid() == supervisor else "the standby", flush=True)
+"""
+
+
+def test_an_interrupt_right_behind_the_fork_ends_the_standby_and_nothing_else() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["answer b''", "back in the supervisor"]
+    assert "back in the standby" not in done.stdout

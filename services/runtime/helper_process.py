@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Self
 
 from tokenloom.process.helper_pipe import LENGTH, OUT_OF_MEMORY
@@ -42,13 +43,19 @@ class HelperProcess:
         """Start the process of a module. ``pass_fds``: descriptors that it has under the same numbers. ``environment``:
         variables that it has too, unless this process has them. Raises ``OSError``."""
         ours, theirs = socket.socketpair()
+        spawning = asyncio.create_task(asyncio.to_thread(_spawn, theirs, module, pass_fds, environment or {}))
         try:
-            with theirs:
-                process = await asyncio.to_thread(_spawn, theirs, module, pass_fds, environment or {})
+            process = await asyncio.shield(spawning)
+            return cls(process, ours, *await asyncio.open_unix_connection(sock=ours))
         except BaseException:
             ours.close()
+            with suppress(OSError):
+                process = await spawning  # after a cancellation the thread starts it all the same
+                process.kill()
+                await asyncio.to_thread(process.wait)
             raise
-        return cls(process, ours, *await asyncio.open_unix_connection(sock=ours))
+        finally:
+            theirs.close()
 
     async def talk(self, request: bytes, seconds: float, files: Sequence[int] = ()) -> bytes:
         """Send a message and return the answer. When this is cut short, :meth:`kill` the process. ``files``:

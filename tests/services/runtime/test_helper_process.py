@@ -2,14 +2,17 @@
 
 import asyncio
 import signal
+import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from tokenloom.process.helper_pipe import OUT_OF_MEMORY
 from tokenloom.request import errors
+from tokenloom.services.runtime import helper_process
 from tokenloom.services.runtime.helper_process import HelperPool, HelperProcess
 
 
@@ -93,6 +96,25 @@ async def test_a_process_that_does_not_start_is_wrong_at_the_start_only(failure:
         await pool.run(b"a")
     with pytest.raises(errors.InvalidArgument if isinstance(failure, errors.InvalidArgument) else errors.Unavailable):
         await pool.start()
+
+
+async def test_a_process_whose_caller_is_cancelled_while_it_starts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_start, started, spawn = threading.Event(), list["subprocess.Popen[bytes]"](), helper_process._spawn
+
+    def spawn_late(*arguments: Any) -> "subprocess.Popen[bytes]":
+        may_start.wait()
+        started.append(spawn(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(helper_process, "_spawn", spawn_late)
+    launching = asyncio.create_task(HelperProcess.launch("tests.services.runtime.reading_helper"))
+    await asyncio.sleep(0)
+    launching.cancel()
+    await asyncio.sleep(0)
+    may_start.set()
+    with pytest.raises(asyncio.CancelledError):
+        await launching
+    assert started[0].returncode == -signal.SIGKILL
 
 
 async def test_a_process_gets_files_with_a_message(tmp_path: Path) -> None:

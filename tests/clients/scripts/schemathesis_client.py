@@ -19,8 +19,10 @@ HOOKS = """
 import schemathesis
 
 @schemathesis.hook
-def filter_body(context, body):
-    return not isinstance(body, dict) or "ttft_deadline" not in body
+def before_call(context, case, kwargs):
+    seconds = case.body.get("ttft_deadline") if isinstance(case.body, dict) else None
+    if isinstance(seconds, (int, float)) and 0 < seconds < 60:
+        case.body["ttft_deadline"] = 60
 """
 
 

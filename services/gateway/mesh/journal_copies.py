@@ -8,7 +8,7 @@ from functools import lru_cache
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime import addresses
 
-from .pending_request import Origin, PendingRequest
+from .pending_request import Origin, PendingRequest, journal_bytes
 from .process_stream import OutputLink, ProcessStream
 
 COPY_SECONDS = 0.1
@@ -134,7 +134,7 @@ class JournalCopies:
                 del num_sent[journal.sample_index]
             else:
                 num_sent[journal.sample_index] = len(journal.token_ids)
-        holder.copies(request.num_bytes + 4 * sum(num_sent.values())).begun.append(submit)
+        holder.copies(request.num_bytes + journal_bytes(submit.journals)).begun.append(submit)
         self._copies[request] = _Copy(holder, self._last_number, request, num_sent)
         return True
 
@@ -159,7 +159,6 @@ class JournalCopies:
         """Send the tokens and the ends of a request that came since the last time."""
         first, collector = request.first_index, request.collector
         may_have_ended, copy.num_live = copy.num_live != request.num_live, request.num_live
-        output = None
         for index, num_sent in list(copy.num_sent.items()):
             num_tokens = collector.num_tokens(first + index)
             if num_tokens == num_sent and not may_have_ended:
@@ -177,9 +176,7 @@ class JournalCopies:
                 del copy.num_sent[index]
             else:
                 copy.num_sent[index] = num_tokens
-            if output is None:
-                output = copy.holder.copies(4 * (num_tokens - num_sent)).outputs.add(copy=copy.number)
-            output.journals.append(journal)
+            copy.holder.copies(journal_bytes((journal,))).outputs.add(copy=copy.number, journals=(journal,))
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """Keeps what a request needs to continue on another output processor when its own is lost."""
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
@@ -389,6 +389,11 @@ class PendingRequest:
 
     def _num_tokens(self) -> int:
         return sum(self.collector.num_tokens(self.first_index + sample) for sample in range(self.num_samples))
+
+
+def journal_bytes(journals: Iterable[pb.SampleJournal]) -> int:
+    """Return the bytes of journals in a message, about. An end may have the experts of all tokens."""
+    return sum(4 * len(each.token_ids) + (each.end.ByteSize() if each.finished else 0) for each in journals)
 
 
 def _resume(submit: pb.Submit) -> pb.Resume:

@@ -23,7 +23,7 @@ from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
 
 from ..records.request_ids import MARK_DIGITS, RANDOM_DIGITS
-from .pending_request import Incarnation, Origin, PendingRequest
+from .pending_request import Incarnation, Origin, PendingRequest, journal_bytes
 
 
 class FrameRows:
@@ -127,10 +127,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         submit = request.again(slot, now=asyncio.get_running_loop().time()) if again else request.first(slot)
         if not self.takes_packed_ids and submit.prompt.packed_token_ids:
             packed_ids.unpack(submit.prompt)
-        num_bytes = request.num_bytes
-        for journal in submit.journals:
-            num_bytes += 4 * len(journal.token_ids)
-        self._message_after(num_bytes).submit.append(submit)
+        self._message_after(request.num_bytes + journal_bytes(submit.journals)).submit.append(submit)
         request.withdraw, request.runner = partial(self.cancel, slot), self
         return slot
 

@@ -12,9 +12,10 @@ from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.journal_copies import COPY_SECONDS, JournalCopies
 from tokenloom.services.gateway.mesh.output_pool import Cancel, OutputPool
 from tokenloom.services.gateway.mesh.process_stream import OutputLink, ProcessStream
+from tokenloom.services.runtime.streams.slotted_stream import MESSAGE_BYTES
 from tokenloom.v1.output_processor_pb2 import JournalCopies as Sent
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SampleWeights, Submit
-from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH, Hello, Prompt, SamplingParams
+from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH, Hello, Prompt, RoutedExperts, SamplingParams
 
 ONE, OTHER = "10.0.0.1", "10.0.0.2"
 ID = "ab" * 16 + "00000001"
@@ -175,6 +176,34 @@ async def test_new_tokens_wait_while_an_output_processor_reads_nothing() -> None
     assert sum(len(each.journals[0].token_ids) for each in gateway.sent(1).outputs) == 1
     await gateway.copies._look()
     assert [list(each.journals[0].token_ids) for each in gateway.sent(1).outputs] == [[*range(1, 50)]]
+
+
+async def test_large_ends_are_cut_into_messages() -> None:
+    """A message above gRPC's limit ends the stream, and with it all requests that the output processor runs."""
+    gateway, size = Gateway("a:1", "b:1", "c:1"), MESSAGE_BYTES * 3 // 5
+    for _ in range(3):
+        gateway.begin(Collector(2), num_samples=2)
+        gateway.stream(0)._outbox.clear()
+    gateway.sent(1), gateway.sent(2)
+    experts = RoutedExperts(num_layers=1, top_k=1, id_bytes=1, expert_ids=bytes(size))
+    end = RequestFinished(reason=FINISH_REASON_LENGTH, completion_tokens=1, routed_experts=experts)
+    for slot in list(gateway.stream(0).slots):
+        columns: dict[str, Any] = {"slot": [slot], "text": ["x"], "token_index": [0], "num_tokens": [1]}
+        end.slot = slot
+        list(gateway.stream(0).receive(ProcessFrame(token_ids=[5], finished=[end], **columns)))
+    await gateway.copies._look()
+    messages = [each for number in (1, 2) for each in gateway.stream(number)._outbox]
+    assert sum(bool(each.journal_copies.outputs) for each in messages) == 3
+    assert max(each.ByteSize() for each in messages) < MESSAGE_BYTES
+    gateway.sent(1), gateway.sent(2)
+    gateway.lose(2)
+    await gateway.copies._look()  # those that were there are copied anew, with the ends
+    assert max(each.ByteSize() for each in gateway.stream(1)._outbox) < MESSAGE_BYTES
+    gateway.lose(0)
+    gateway.sent(1)
+    for request in list(gateway.pool._waiting):
+        gateway.stream(1).submit(request, again=True)
+    assert max(each.ByteSize() for each in gateway.stream(1)._outbox) < MESSAGE_BYTES
 
 
 async def test_copies_of_requests_with_log_probabilities_have_no_tokens() -> None:

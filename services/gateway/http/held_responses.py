@@ -171,7 +171,8 @@ class HeldTable:
         ``past``: what another gateway has done of it.
         """
         is_busy = isinstance(flow.transport, HeldResponse) or flow.transport.get_write_buffer_size()
-        if not self._free or is_busy:
+        has_left = flow.is_lost or flow.transport.is_closing()  # it has no descriptor then, or not for long
+        if not self._free or is_busy or has_left:
             return None
         request = request_bytes(asked, body) if past is None else past.request
         if past is not None and len(past.tail) > _MOST_LEFT:
@@ -180,8 +181,6 @@ class HeldTable:
         if not request or len(request) > MOST_REQUEST_BYTES or self._file_bytes + file_bytes > MOST_FILE_BYTES:
             return None
         descriptor: int = flow.transport.get_extra_info("socket").fileno()
-        if descriptor < 0:  # its client has left
-            return None
         try:
             cookie, base = cookie_of(descriptor), num_taken(descriptor)
             file = _file_of(request) if file_bytes else -1

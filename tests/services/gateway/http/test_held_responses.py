@@ -298,6 +298,7 @@ async def test_the_response_to_a_client_that_has_left_is_not_held() -> None:
     table = HeldTable(1)
     async with connected() as connection:
         connection.transport.abort()
-        await asyncio.sleep(0)
-        assert table.begin(connection.flow, connection.exchange(host="here"), b"{}") is None
-        assert table.num_held == 0
+        for _ in range(3):
+            assert table.begin(connection.flow, connection.exchange(host="here"), b"{}") is None
+            assert table.num_held == 0
+            await asyncio.sleep(0)

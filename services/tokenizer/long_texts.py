@@ -49,7 +49,7 @@ class EncodeProcesses:
 
         self._pool = HelperPool(start, num_processes, "encode the text", _SECONDS)
         # One for each time: a pool that was closed has no process that its callers could wait for.
-        self._trials = lambda: HelperPool(start, 1, "try where texts may be cut", _SECONDS)
+        self._trials: Callable[[], HelperPool] = lambda: HelperPool(start, 1, "try where texts may be cut", _SECONDS)
 
     async def run(self, job: EncodeJob, in_thread: "RunInThread") -> EncodeReply:
         """Return the answer to a call.

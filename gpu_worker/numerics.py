@@ -2,8 +2,10 @@
 
 import torch
 
+from .attention.attention_backend import TOKENWISE
 from .checkpoint.model_config import ModelConfig
 from .kernels.compiler import KernelsUnavailable
+from .kernels.levels import available_levels
 from .kernels.library import load_int8, load_quantized
 from .parallel.sharding import RankPlace
 from .platform.platform import Platform
@@ -31,8 +33,11 @@ def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: 
     # Processors with AMX round inputs by row, others by groups of 32: a request that moved between them would go on
     # with other KV than it began with.
     rounding = input_rounding() if kind == "cpu" and (scheme or quantization) else None
+    # Batch-invariant engines promise every bit, and processors with wider registers add in another order.
+    levels = available_levels() if kind == "cpu" and backend == TOKENWISE else []
+    rest = (library, place.numerics, levels[0].name if levels else None)
     layers = (config.dtype_name, scheme, quantization, backend, rounding, config.rope_stretch)
-    parts = (kind, platform.hardware, *layers, _states(config), f"torch-{torch.__version__}", library, place.numerics)
+    parts = (kind, platform.hardware, *layers, _states(config), f"torch-{torch.__version__}", *rest)
     return "/".join(part for part in parts if part)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 from google.protobuf.json_format import ParseDict, ParseError
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from tokenloom.process.fall_backs import FallBacks
@@ -32,8 +33,8 @@ from .telemetry import Outcome
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING_TOKENS: Final = 1 << 20
-"""Tokens of the records that wait, some 40 MB; what is beyond them is dropped."""
+MOST_WAITING_BYTES: Final = 32 << 20
+"""Memory of the records that wait, which are packed; what is beyond it is dropped."""
 AT_ONCE: Final = 2
 """Requests that are computed again at a time: rows in the steps of engines that have time to spare."""
 PATIENCE_SECONDS: Final = 60.0
@@ -219,8 +220,8 @@ class Verifier:
         self._salt = salt
         self._count = count
         self._fall_backs = fall_backs
-        self._waiting: asyncio.Queue[RecordedRequest] = asyncio.Queue()  # bounded by its tokens
-        self._num_tokens = 0
+        self._waiting: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()  # ids and records; bounded by its bytes
+        self._num_bytes = 0
         self._dropped_at = 0.0  # the last time, by the event loop
         self._quarantined: dict[EngineKey, float] = {}  # when, by the event loop; those of the last hour
         self._unsettled: dict[str, asyncio.TimerHandle] = {}  # until when it is shown, by engines
@@ -232,12 +233,12 @@ class Verifier:
 
     def offer(self, record: RecordedRequest) -> None:
         """Take a request that has ended. One that finds too many before it is dropped."""
-        num_tokens = _num_tokens(record)
-        if self._num_tokens + num_tokens > MOST_WAITING_TOKENS:
-            self._end(record, "dropped", "requests end faster than they are computed again")
+        packed = msgpack.encode(_ids_of(record))  # a grammar may be larger than all tokens
+        if self._num_bytes + len(packed) > MOST_WAITING_BYTES:
+            self._end(record.id, "dropped", "requests end faster than they are computed again")
             return
-        self._num_tokens += num_tokens
-        self._waiting.put_nowait(_ids_of(record))
+        self._num_bytes += len(packed)
+        self._waiting.put_nowait((record.id, packed))
 
     async def run(self) -> None:
         """Compute requests again until cancelled."""
@@ -251,20 +252,20 @@ class Verifier:
 
     async def _work(self) -> None:
         while True:
-            record = await self._waiting.get()
+            request_id, packed = await self._waiting.get()
             try:
-                outcome, reason = await self._verify(record)
+                outcome, reason = await self._verify(msgpack.decode(packed, type=RecordedRequest))
             except Exception:  # a fault of one request never ends the verification of others
-                log.exception("request %s cannot be computed again because of a bug", record.id)
+                log.exception("request %s cannot be computed again because of a bug", request_id)
                 outcome, reason = "dropped", "a bug, which the log names"
-            self._num_tokens -= _num_tokens(record)
-            self._end(record, outcome, reason)
+            self._num_bytes -= len(packed)
+            self._end(request_id, outcome, reason)
 
-    def _end(self, record: RecordedRequest, outcome: Outcome, reason: str) -> None:
+    def _end(self, request_id: str, outcome: Outcome, reason: str) -> None:
         self._count(outcome)
         now = asyncio.get_running_loop().time()
         if reason:
-            log.debug("request %s was not computed again: %s", record.id, reason)
+            log.debug("request %s was not computed again: %s", request_id, reason)
             self._dropped_at = now
             self._fall_backs.begin("unverified", reason)
         elif now - self._dropped_at >= CALM_SECONDS:
@@ -328,13 +329,10 @@ class Verifier:
 
 
 def _ids_of(record: RecordedRequest) -> RecordedRequest:
-    """Return a record without log probabilities and texts, whose memory the tokens do not tell."""
-    outputs = [replace(output, text=None, logprobs=[], prompt_logprobs=[]) for output in record.outputs]
+    """Return a record without what nothing is compared with: log probabilities, texts and times."""
+    without = {"text": None, "logprobs": [], "prompt_logprobs": [], "timeline": {}}
+    outputs = [replace(output, **without) for output in record.outputs]
     return replace(record, prompt_text=None, outputs=outputs)
-
-
-def _num_tokens(record: RecordedRequest) -> int:
-    return len(record.prompt) + sum(len(output.token_ids) for output in record.outputs)
 
 
 def _unfit(output: RecordedOutput, params: SamplingParams) -> str:

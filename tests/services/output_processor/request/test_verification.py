@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, Gateway, submit
@@ -306,24 +307,29 @@ def record(num_tokens: int = 1, **output: Any) -> RecordedRequest:
     )
 
 
-async def test_what_waits_is_bounded_by_its_tokens(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "MOST_WAITING_TOKENS", 10)
+async def test_what_waits_is_bounded_by_its_bytes(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "MOST_WAITING_BYTES", 3000)
     counts: list[str] = []
     verifier = Verifier(None, 1.0, b"", count=counts.append, fall_backs=mesh.host.fall_backs)  # type: ignore[arg-type]
-    verifier.offer(record(4))
-    verifier.offer(record(4))
+    verifier.offer(record(800))
+    verifier.offer(record(800))
     assert counts == []
-    verifier.offer(record(4))
+    verifier.offer(record(800))
     assert counts == ["dropped"]
-    verifier.offer(record(50))
+    verifier.offer(record(4000))
     assert counts == ["dropped"] * 2
+    verifier.offer(replace(record(1), sampling_params={"structured_outputs": {"json": "x" * 4000}}))
+    assert counts == ["dropped"] * 3, "a grammar counts, too"
+    while verifier._waiting.qsize() < 100 and len(counts) < 4:
+        verifier.offer(record(0))
+    assert len(counts) == 4, "a record without tokens is none without memory"
 
 
 async def test_of_what_waits_only_ids_are_kept(mesh: Mesh) -> None:
     verifier = Verifier(None, 1.0, b"", count=lambda _: None, fall_backs=mesh.host.fall_backs)  # type: ignore[arg-type]
     columns = [RecordedLogprobs(sampled=b"1234", ranks=[1])]
     verifier.offer(record(1, text="secret", logprobs=columns, prompt_logprobs=columns))
-    kept = verifier._waiting.get_nowait()
+    kept = msgpack.decode(verifier._waiting.get_nowait()[1], type=RecordedRequest)
     assert (kept.outputs[0].text, kept.outputs[0].logprobs, kept.outputs[0].prompt_logprobs) == (None, [], [])
     assert kept.outputs[0].token_ids == [5]
 

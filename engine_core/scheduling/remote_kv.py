@@ -1,5 +1,6 @@
 """The scheduler's part in moving KV: requests that wait for blocks, and blocks held after their requests have ended."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -126,6 +127,11 @@ class RemoteKV:
         """Return how many tokens a request will have when it is handed over, if it is lent now."""
         num_tokens = request.num_tokens + request.num_output_placeholders
         return num_tokens + _LENT_TOKENS + num_tokens // self._kv.block_size // _BLOCKS_A_TOKEN
+
+    def room_of(self, request: Request) -> int:
+        """Return the tokens of the blocks that a request takes elsewhere, if it is lent now."""
+        size = self._kv.block_size
+        return math.ceil((self._num_lent(request) + 1) / size) * size  # and the token that is computed there first
 
     def lend(self, request: Request, lease_id: bytes, num_bound: int) -> str | EngineCoreOutput:
         """Let another engine go on with a running request. It runs on here for a few tokens, while the other one copies

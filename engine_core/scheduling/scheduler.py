@@ -213,20 +213,20 @@ class Scheduler:
         """Return the ids of up to ``count`` requests that are best lent: those that would be preempted first, or those
         with the most tokens left for the KV that moves with them.
 
-        ``free_tokens``: what they may have together. ``stay``: ids of some that cannot be lent.
+        ``free_tokens``: those of the free blocks where they go. ``stay``: ids of some that cannot be lent.
         """
+        if (remote := self._remote) is None:
+            return []
         lendable = [
-            request
-            for request in reversed(self.running)
-            if self._remote is not None and self._remote.may_lend(request) and request.request_id not in stay
+            request for request in reversed(self.running) if remote.may_lend(request) and request.request_id not in stay
         ]
         if not before_preemption:
             lendable.sort(key=lambda each: (each.max_num_tokens - each.num_tokens) / each.num_tokens, reverse=True)
         chosen = list[str]()
         for request in lendable:
-            if len(chosen) < count and request.num_tokens <= free_tokens:
+            if len(chosen) < count and (room := remote.room_of(request)) <= free_tokens:
                 chosen.append(request.request_id)
-                free_tokens -= request.num_tokens
+                free_tokens -= room
         return chosen
 
     def keep_request(self, request_id: str) -> None:

@@ -143,7 +143,10 @@ def test_the_requests_that_are_best_lent() -> None:
     assert best(9) == ["e", "a", "c", "b"]
     assert best(9, before_preemption=True) == ["e", "c", "b", "a"], "the last one of those that run first"
     assert best(1, stay=moving[4].leg.name) == ["a"]
-    assert best(9, free_tokens=30) == ["e", "a"], "c has no room beside them"
+    # e and a have 13 tokens, and 21 when they have left: with the next one that is 6 blocks of 4 each.
+    assert best(9, free_tokens=48) == ["e", "a"], "c has no room beside them"
+    assert best(9, free_tokens=47) == ["e"], "a part of a block is a block"
+    assert best(9, free_tokens=23) == []
     assert best(9, free_tokens=120, before_preemption=True)[:1] == ["e"]
     assert best(0) == best(9, free_tokens=0) == []
     assert pair.move(moving[0], 1)

@@ -166,12 +166,12 @@ class Standby:
 
     async def _answer(self, seconds: float) -> int:
         until = asyncio.get_running_loop().time() + seconds
-        while (data := self._received()) is None:
+        while (data := self._received()) is None:  # before the clock: this process may have been stopped meanwhile
+            if asyncio.get_running_loop().time() > until:
+                raise StandbyLost(f"it has not answered for {seconds:g} s")
             await _readable(self._connection, _LOOK_SECONDS)
             if is_stopped(self._pid):
                 raise StandbyLost("it is stopped")
-            if asyncio.get_running_loop().time() > until:
-                raise StandbyLost(f"it has not answered for {seconds:g} s")
         if len(data) != NUMBER.size:
             raise StandbyLost("it has ended")
         return int(NUMBER.unpack(data)[0])

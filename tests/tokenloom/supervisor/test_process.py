@@ -1,14 +1,18 @@
 """What a part finds in its environment."""
 
+import asyncio
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tokenloom.process.standby import NUMBER
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part_spec import PartSpec
-from tokenloom.supervisor.process import Process
+from tokenloom.supervisor.process import Process, Standby, StandbyLost
 
 Printed = list[tuple[str, str]]
 TELL = "import os; print(os.environ['GRPC_EXPERIMENTS'])"
@@ -220,3 +224,13 @@ def test_orphans_that_arrive_meanwhile_are_waited_for(tmp_path: Path) -> None:
     assert "taken" in lines
     assert "left set()" in lines
     assert "children 0" in lines
+
+
+async def test_an_answer_that_is_there_counts_however_late_it_is_read() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        standby = Standby("standby", os.getpid(), ours)
+        asyncio.get_running_loop().call_later(0.02, theirs.send, NUMBER.pack(7))
+        assert await standby._answer(0.01) == 7
+        with pytest.raises(StandbyLost, match="not answered"):
+            await standby._answer(-1.0)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -156,6 +156,8 @@ class Generator:
         async with self._call(request, trace_headers) as call:
             before = self._resumable.find(token, request.tenant.name) if token.request_id else None
             if before is None:
+                if token.resumes:  # its client has had the first token, or has waited for longer
+                    request = replace(request, ttft_deadline=None)
                 admitted_call = AdmittedCall(self._admission.admit(request, call.timeout))
             else:  # the call takes over the hold of one without a client
                 self._admission.check_open()

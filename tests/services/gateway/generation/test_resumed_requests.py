@@ -71,6 +71,19 @@ async def test_an_http_client_whose_connection_ended_resumes(mesh: FakeMesh, htt
     await until_unattended(http, 0)
 
 
+async def test_an_answer_that_has_begun_is_resumed_whatever_first_token_was_promised(
+    mesh: FakeMesh, http: httpx.AsyncClient
+) -> None:
+    body = json.dumps({**json.loads(BODY), "ttft_deadline": 0.01}).encode()
+    refused = await http.post(PATH, content=body, headers=JSON)
+    assert refused.status_code == 503, "not even an idle mesh promises that"
+    headers = {**JSON, "Last-Event-ID": f"{'ab' * 20}.1.1-3"}  # of a request of another gateway
+    resuming = asyncio.create_task(http.post(PATH, content=body, headers=headers))
+    again, _ = await mesh.outputs.next_resume()
+    again.answer("one", " two")
+    assert " two" in (await resuming).text
+
+
 async def test_a_request_of_a_client_that_never_returns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     request, _ = await hang_up(mesh, {"Idempotency-Key": "k"})
     await until_unattended(http)

@@ -329,10 +329,10 @@ class CopiedRequests:
         for output in copies.outputs:
             if (copy := numbers.get(output.copy)) is not None:
                 self._charge(copy.submit.tenant, copy.add(output.journals))
-        self._make_room()
         for number in copies.ended:
             if (copy := numbers.get(number)) is not None:
                 self._forget(copy)
+        self._make_room()  # last: what ends makes room for what begins with it
 
     def find(self, request_id: str, tenant: str) -> CopiedRequest | None:
         """Return a copy whose gateway is lost; None: there is none."""
@@ -390,6 +390,8 @@ class CopiedRequests:
         return [copy for copies in self._of_tenants.values() for copy in copies.values()]
 
     def _add(self, copy: CopiedRequest) -> None:
+        if (before := copy.numbers.get(copy.number)) is not None:  # no gateway does that; it would never be forgotten
+            self._forget(before)
         self.num_copies += 1
         copy.numbers[copy.number] = copy
         self._of_tenants.setdefault(copy.submit.tenant, {})[copy.submit.request_id] = copy

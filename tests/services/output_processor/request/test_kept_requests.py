@@ -278,6 +278,27 @@ async def test_tokens_that_come_later_take_room_too() -> None:
     assert (copies.num_copies, copies.num_bytes, outcomes) == (0, 0, ["dropped"])
 
 
+async def test_a_copy_that_ends_with_the_same_message_makes_room() -> None:
+    copies, outcomes = copies_with_room(1)
+    stream = object()
+    copies.receive(stream, copy_of("a", "someone", 1))
+    message = copy_of("b", "someone", 2)
+    message.ended.append(1)
+    copies.receive(stream, message)
+    assert (copies.num_copies, outcomes) == (1, [])
+
+
+async def test_a_copy_whose_number_is_used_again_is_forgotten() -> None:
+    """It would stay for ever: neither the end of its request nor that of the stream would name it."""
+    copies, _ = copies_with_room(4)
+    stream = object()
+    copies.receive(stream, copy_of("a", "someone", 1))
+    copies.receive(stream, copy_of("b", "someone", 1))
+    copies.lose(stream, PEER)
+    assert found(copies, ("a", "someone"), ("b", "someone")) == ["b"]
+    assert copies.num_copies == 1
+
+
 async def test_copies_expire_after_the_loss_of_their_gateway() -> None:
     copies, outcomes = copies_with_room(4)
     first, second = object(), object()

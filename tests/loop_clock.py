@@ -10,7 +10,7 @@ def _time(loop: BaseEventLoop) -> float:
 
 
 # The method of all loops, not of one that runs: what takes `loop.time` when it is made would keep the one before.
-BaseEventLoop.time = _time  # type: ignore[method-assign]
+BaseEventLoop.time = _time  # type: ignore[assignment, method-assign]
 
 
 def pass_time(seconds: float) -> None:

@@ -74,7 +74,8 @@ class Gateway:
             "num_tokens": [len(token_ids)],
         }
         frame = ProcessFrame(token_ids=token_ids, **columns, **fields)
-        for part in (*frame.finished, *frame.weights):
+        parts: list[Any] = [*frame.finished, *frame.weights]
+        for part in parts:
             part.slot = slot
         for _ in stream.receive(frame):
             pass

@@ -65,6 +65,7 @@ _LENGTHS = struct.Struct(">III")
 """Bytes of the description, of the request and of the tail."""
 _READY, _TAKEN = b"r", b"t"
 """What a gateway sends: that it takes connections, and that it has taken one."""
+_ASKS_FOR_END = b"\r\nconnection: close"
 _BACKLOG = 16
 _PR_SET_NAME = 15
 _CLONE_FILES = 0x400
@@ -392,8 +393,9 @@ class HeldProtocol(HttpProtocol):
         """Write what the kernel has not got of a response, and let the application make what is missing."""
         if past.is_over:
             self.transport.write(past.tail)
-            if self._ends:
-                self._leave()
+            self._stop_framing_timer()  # the connection is idle now, and has had its first request
+            is_last = _ASKS_FOR_END in past.request.partition(b"\r\n\r\n")[0].lower()
+            self.end_response(keep_alive=not is_last, lingers=False)
             return "complete"
         self._goes_on = past.has_begun
         self._receive(past.request)

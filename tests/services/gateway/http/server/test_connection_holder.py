@@ -20,7 +20,7 @@ from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import TurnShare
 from tokenloom.services.gateway.http.held_responses import BEGUN, CHUNKED, ENDED, FOLLOWED, HeldTable, PastResponse
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
-from tokenloom.services.gateway.http.server import connection_holder
+from tokenloom.services.gateway.http.server import connection_holder, http_protocol
 from tokenloom.services.gateway.http.server.connection_holder import HeldProtocol, TakenConnections
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer
@@ -237,6 +237,23 @@ async def test_a_response_that_was_complete_gets_its_last_bytes() -> None:
                 assert await received(client, b"0\r\n\r\n") == b"of it\r\n0\r\n\r\n"
                 client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
                 assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_connection_behind_a_complete_response_is_an_idle_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends neither when the head of a first request is due, nor stays if its client asked for its end."""
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.01)
+    closing = REQUEST.replace(b"host: here", b"host: here\r\nConnection: Close")
+    async with serving() as (server, _):
+        with connection() as (ours, client), connection() as (other, leaving):
+            assert await server.take(PastResponse(REQUEST, b"0\r\n\r\n", BEGUN), ours) == "complete"
+            assert await server.take(PastResponse(closing, b"0\r\n\r\n", BEGUN), other) == "complete"
+            await asyncio.sleep(0.1)
+            await received(client, b"0\r\n\r\n")
+            client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
+            assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
+            await received(leaving, b"0\r\n\r\n")
+            async with asyncio.timeout(SOON):
+                assert await asyncio.get_running_loop().sock_recv(leaving, 1) == b""
 
 
 async def test_a_gateway_with_too_many_connections_writes_nothing_into_a_response() -> None:

@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from tokenloom.model_files import model_path
 from tokenloom.model_files.checkpoint import (
     IMAGE_FILES,
+    VIDEO_FILE,
     digest_of,
     reads_images,
     reads_sounds,
@@ -87,13 +88,14 @@ class EncoderService:
         domains = settings.allowed_media_domains
         most = min(settings.max_sound_bytes, MAX_FETCHED_SOUND_BYTES) if hears else settings.max_image_bytes
         fetcher = MediaFetcher(domains, most) if domains else None
-        info = self._info(maker, fingerprint)
+        info, names = self._info(maker, fingerprint), IMAGE_FILES
         if isinstance(preparer, SoundDecoders):
             self._describe_sounds(info, preparer)
         elif preparer.reads_videos:
             info.media_kinds.append(types_pb2.MEDIA_KIND_VIDEO)
             info.max_video_bytes = settings.max_video_bytes
-        info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, IMAGE_FILES)))
+            names = (*IMAGE_FILES, VIDEO_FILE)
+        info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, names)))
         self._servicer = EncoderServicer(files, cache, maker, info, metrics, reader, fetcher, host.bill)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)
         await self._join(host, info)

@@ -99,6 +99,8 @@ class CheckpointInfo:
 
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files that say how a checkpoint's images are prepared; a model that reads images has one of them."""
+VIDEO_FILE = "video_preprocessor_config.json"
+"""Says how its videos are prepared, where the others do not."""
 _SOUND_TYPES = ("whisper", "qwen2_audio")
 """Models whose towers of sounds are computed."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tokenloom.model_files.checkpoint import digest_of
+from tokenloom.model_files.checkpoint import IMAGE_FILES, VIDEO_FILE, digest_of
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 from tokenloom.v1.types_pb2 import (
@@ -29,7 +29,7 @@ from .families import Gemma4, Idefics, InternVL, OneVision, Pixtral, Qwen, Qwen2
 from .media_text import OPTIONS_FIELD, Entries, MediaFamily, MediaText, ShownMedia
 from .video_families import Qwen2Video, Qwen3Video
 
-_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_FILES = ("config.json", *IMAGE_FILES, VIDEO_FILE)
 """What the rows of an image, a video or a sound depend on, beside the weights."""
 _NAMES = {MEDIA_KIND_IMAGE: "image", MEDIA_KIND_AUDIO: "sound", MEDIA_KIND_VIDEO: "video"}
 _NUMBERS = {"fps": (int, float)}
@@ -369,8 +369,8 @@ def _video_entries(path: Path, processor: Mapping[str, Any], images: Mapping[str
     """Return the entries of the processor of videos, which are those of images where a checkpoint has no others."""
     if processor.get("video_processor"):
         return Entries(processor["video_processor"], "processor_config.json: video_processor")
-    if found := read_entries(path / "video_preprocessor_config.json"):
-        return Entries(found, "video_preprocessor_config.json")
+    if found := read_entries(path / VIDEO_FILE):
+        return Entries(found, VIDEO_FILE)
     own = read_entries(path / "preprocessor_config.json")
     return Entries(own or images, "preprocessor_config.json")
 

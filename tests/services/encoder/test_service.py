@@ -28,6 +28,7 @@ from tokenloom.gpu_worker.towers.sound_file import read_sound
 from tokenloom.gpu_worker.towers.sound_processor import SoundProcessor
 from tokenloom.gpu_worker.towers.sound_tower import SoundTower
 from tokenloom.gpu_worker.towers.tower import Tower
+from tokenloom.model_files.checkpoint import digest_of
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.encoder import service, sound_files
@@ -237,12 +238,15 @@ def shown(data: bytes, frames: Sequence[int], height: int, width: int, num_rows:
 async def test_the_rows_of_a_video_are_those_of_the_tower(tmp_path: Path, socket_dir: Path) -> None:
     """Its processes start with the first video, open no file, and have no network."""
     checkpoint = write_whole_vision("qwen2_5_vl", tmp_path)
+    (checkpoint / "video_preprocessor_config.json").write_text("{}")
+    deciding = [checkpoint / f"{kind}preprocessor_config.json" for kind in ("", "video_")]
     plan = {"frames": [0, 3, 6, 9], "height": 56, "width": 84}
     expected = Tower(checkpoint).rows(Processor(checkpoint).frames(CLIP, plan))
     async with serving(checkpoint, socket_dir) as stub:
         info = await stub.GetEncoderInfo(GetEncoderInfoRequest())
         assert list(info.media_kinds) == [MEDIA_KIND_IMAGE, MEDIA_KIND_VIDEO]
         assert info.max_video_bytes == 64 << 20
+        assert info.processor == digest_of(deciding), "what says how videos are prepared, too"
         before = {each.pid for each in workers("decode_worker")}
         facts = await put(stub, CLIP, kind=MEDIA_KIND_VIDEO)
         assert (facts.width, facts.height, facts.frames, facts.frame_rate) == (90, 70, 12, 4.0)

@@ -386,7 +386,7 @@ class _Case:
         until = loop.time() + patience
         while True:
             attempt = await self._placer.place_quiet(self._submit, self._pool, exclude, only)
-            if attempt is not None and self._can_repeat(attempt):
+            if attempt is not None:
                 try:
                     if (found := await self._compute(attempt)) is not None:
                         return found
@@ -399,10 +399,15 @@ class _Case:
     def _can_repeat(self, attempt: EngineAttempt) -> bool:
         is_greedy = self._params.HasField("temperature") and not self._params.temperature
         is_exact = repeats_exactly(attempt.link.serves.numerics, attempt.link.serves.kv_layout)
-        return is_exact and (is_greedy or not attempt.link.identity.draws_by_drafts)
+        # One with a shorter context would end the output early, as if it had found another end.
+        num_tokens = len(self.record.prompt) + len(self.output.token_ids)
+        fits = num_tokens <= attempt.link.longest_request
+        return is_exact and fits and (is_greedy or not attempt.link.identity.draws_by_drafts)
 
     async def _compute(self, attempt: EngineAttempt) -> Opinion | None:
         """Compute the output; None: clients wait for the engine's time. Raises ``Unavailable`` if it cannot."""
+        if not self._can_repeat(attempt):
+            raise errors.Unavailable("the engine is not sure to compute the same tokens")
         owner, link = _Recomputed(self.output), attempt.link
         request = make_add(
             self._submit,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from tokenloom.request.request_records import RecordedLeg, RecordedLogprobs, Rec
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.request import verification
 from tokenloom.services.output_processor.request.verification import Mismatch, Opinion, Verifier, judged
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, Finished
-from tokenloom.v1.types_pb2 import EngineRole
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 BOTH = EngineRole.ENGINE_ROLE_BOTH
 RIGHT, WRONG = [65, 66, 67], [65, 70, 67]
@@ -305,6 +307,40 @@ def record(num_tokens: int = 1, **output: Any) -> RecordedRequest:
             )
         ],
     )
+
+
+async def test_an_engine_whose_context_is_too_short_is_not_asked() -> None:
+    """It ended the output early, and was found wrong."""
+
+    class Links:
+        def __init__(self, name: str, longest_request: int) -> None:
+            self.key, self.longest_request, self.is_asked = EngineKey(name, 1), longest_request, False
+            self.serves = Fingerprint(numerics="hash")
+            self.identity = EngineIdentity(engine_id=name, epoch=1)
+
+        def add(self, request: AddRequest, attempt: Any, owner: Any) -> None:
+            self.is_asked = True
+            tokens = [5] * min(3, self.longest_request - 1)
+            owner.on_tokens(attempt, 0, tokens, None)
+            owner.on_finished(attempt, Finished(reason=LENGTH, num_output_tokens=len(tokens)))
+
+        def abort(self, attempt: Any) -> None:
+            pass
+
+    class Quiet:
+        links = [Links("short", 3), Links("long", 4)]
+
+        def pool_of(self, weights: bytes, numerics: str) -> Fingerprint:
+            return Fingerprint(weights=weights, numerics=numerics)
+
+        async def place_quiet(self, _submit: Any, _pool: Any, exclude: Any, _only: Any) -> Any:
+            found = (link for link in self.links if link.key not in exclude)
+            return next((SimpleNamespace(link=link) for link in found), None)
+
+    asked, placer = record(3), Quiet()
+    case = verification._Case(placer, asked, asked.outputs[0], verification.request_of(asked))  # type: ignore[arg-type]
+    assert await case.ask(SOON) == Opinion(EngineKey("long", 1), None)
+    assert [link.is_asked for link in placer.links] == [False, True]
 
 
 async def test_what_waits_is_bounded_by_its_bytes(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

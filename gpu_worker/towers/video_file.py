@@ -25,7 +25,7 @@ from PIL import Image
 from .image_file import MAX_PIXELS, MAX_RATIO, BadImage, image_size, read_image
 from .sound_file import open_container
 
-_LISTED = re.compile(rb"data:video/jpeg(?:;fps=([0-9.]{1,20}))?;base64,", re.IGNORECASE)
+_LISTED = re.compile(rb"data:video/jpeg(?:;fps=([^;,]{0,20}))?;base64,", re.IGNORECASE)
 """Begins a list of pictures."""
 UNKNOWN_RATE = 24.0
 """Frames in a second where the file does not say, as the processors of transformers have it."""

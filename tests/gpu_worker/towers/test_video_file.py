@@ -114,6 +114,10 @@ def test_a_file_that_was_cut_is_read_as_far_as_it_goes() -> None:
         (LISTED + b"AAAA,!", "not base64"),
         (LISTED + b"," * video_file.MAX_LISTED, "at most 16,384 are taken"),
         (listed(FRAMES[:2]).replace(b"jpeg;", b"jpeg;fps=0;"), "from 0.01 to 1000"),
+        (listed(FRAMES[:2]).replace(b"jpeg;", b"jpeg;fps=-1;"), "from 0.01 to 1000"),
+        (listed(FRAMES[:2]).replace(b"jpeg;", b"jpeg;fps=1e-05;"), "from 0.01 to 1000"),
+        (listed(FRAMES[:2]).replace(b"jpeg;", b"jpeg;fps=nan;"), "from 0.01 to 1000"),
+        (listed(FRAMES[:2]).replace(b"jpeg;", b"jpeg;fps=two;"), "from 0.01 to 1000"),
         (LISTED + b"AAAA,AAAA", "not a PNG, JPEG, WebP or GIF"),
     ],
 )

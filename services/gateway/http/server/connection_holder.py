@@ -310,13 +310,15 @@ class TakenConnections:
         with peer:
             try:
                 await asyncio.to_thread(peer.sendall, _READY)
+                while (given := await asyncio.to_thread(_read_past, peer)) is not None:
+                    state = await self._take(*given)
+                    self._counter.labels(state).inc()
+                    log.info("took the connection of a response that is %s elsewhere", state.replace("_", " "))
+                    await asyncio.to_thread(peer.sendall, _TAKEN)
             except OSError:  # the holder has ended, or does not wait any more
                 return
-            while (given := await asyncio.to_thread(_read_past, peer)) is not None:
-                state = await self._take(*given)
-                self._counter.labels(state).inc()
-                log.info("took the connection of a response that is %s from another gateway", state.replace("_", " "))
-                await asyncio.to_thread(peer.sendall, _TAKEN)
+            except Exception:  # connections of one gateway never end another one
+                log.exception("connections of another gateway cannot be taken because of a bug")
 
 
 class HeldProtocol(HttpProtocol):

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.json_format import ParseDict, ParseError
 from msgspec import msgpack
@@ -330,7 +330,7 @@ class Verifier:
 
 def _ids_of(record: RecordedRequest) -> RecordedRequest:
     """Return a record without what nothing is compared with: log probabilities, texts and times."""
-    without = {"text": None, "logprobs": [], "prompt_logprobs": [], "timeline": {}}
+    without: dict[str, Any] = {"text": None, "logprobs": [], "prompt_logprobs": [], "timeline": {}}
     outputs = [replace(output, **without) for output in record.outputs]
     return replace(record, prompt_text=None, outputs=outputs)
 

@@ -88,13 +88,13 @@ class EncoderService:
         domains = settings.allowed_media_domains
         most = min(settings.max_sound_bytes, MAX_FETCHED_SOUND_BYTES) if hears else settings.max_image_bytes
         fetcher = MediaFetcher(domains, most) if domains else None
-        info, names = self._info(maker, fingerprint), IMAGE_FILES
+        info, names = self._info(maker, fingerprint), list(IMAGE_FILES)
         if isinstance(preparer, SoundDecoders):
             self._describe_sounds(info, preparer)
         elif preparer.reads_videos:
             info.media_kinds.append(types_pb2.MEDIA_KIND_VIDEO)
             info.max_video_bytes = settings.max_video_bytes
-            names = (*IMAGE_FILES, VIDEO_FILE)
+            names.append(VIDEO_FILE)
         info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, names)))
         self._servicer = EncoderServicer(files, cache, maker, info, metrics, reader, fetcher, host.bill)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)

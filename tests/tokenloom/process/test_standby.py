@@ -196,6 +196,7 @@ INTERRUPTED = """
 import os, signal
 from tokenloom.process.standby import fork_standby
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 fork, supervisor = os.fork, os.getpid()
 def interrupted():
     if not (pid := fork()):

@@ -149,7 +149,7 @@ class CpuBill:
         return account
 
     def add(self, tenant: str, units: float) -> None:
-        """Bill work of a call that is not told what it has cost."""
+        """Bill work of a call that does not learn what it has cost."""
         with self._lock:
             self._calls[tenant] = self._calls.get(tenant, 0.0) + units
             if self._is_due():
@@ -207,7 +207,7 @@ class CpuBill:
             self._add(tenant, share)
 
     def _note_idle(self, elapsed: int) -> None:
-        """Bill an idle time for nobody, and learn from it what the process takes without requests."""
+        """Bill an idle time to no tenant, and learn from it what the process takes without requests."""
         if self._has_served:  # the start takes more
             self._quiet_ns += elapsed
             self._quiet_cpu_ns += self._pool_ns

@@ -156,7 +156,7 @@ def _stand_by(
 
 
 def _fork_away(request: dict[str, Any], descriptors: list[int], supervisor: int) -> int:
-    """Return the id of a new part, which is nobody's child by then but the supervisor's; or an error, negative."""
+    """Return the id of a new part, which is the supervisor's child by then; or an error, negative."""
     read_end, write_end = os.pipe()
     try:
         between = os.fork()

@@ -217,7 +217,7 @@ class LoadTracker:
         self.urgent = asyncio.Event()
         self.progress = coordinator_pb2.StateProgress()
         self.is_short = False
-        self._block_size = 0  # 0: nobody wants to know whether blocks are short
+        self._block_size = 0  # 0: no coordinator asks whether blocks are short
         self._max_live = max_num_seqs + max_waiting
         self._clock = clock
         self._rates = QueueRates(max_num_seqs)

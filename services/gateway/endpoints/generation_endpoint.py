@@ -409,7 +409,7 @@ class GenerationEndpoint:
                     else:
                         await _whole(exchange, generation, answer, self._headers(exchange, options))
         except ClientDisconnected:
-            # It may have left before this gateway asked for what another one had begun, and nobody else would end it.
+            # It may have left before this gateway asked for what another one had begun, and no other part would end it.
             if token.is_held and token.request_id:
                 self.generator.cancel(token.request_id, exchange.tenant.name)
             raise

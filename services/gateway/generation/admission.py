@@ -385,7 +385,7 @@ class AdmittedRequest:
         leave: Ends its presence at the mesh.
         num_tokens: An estimate of its prompt tokens.
         grammar: Held until the first token; None: the output follows none.
-        forecast: Of its first token; None: nobody asks for one.
+        forecast: Of its first token; None: no deadline needs one.
         """
         self._forecast = forecast
         self.num_outputs = self._num_pending = seats.amount

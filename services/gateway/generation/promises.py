@@ -69,7 +69,7 @@ class Promises:
 
         Raises ``ResourceExhausted``, with the time after which a retry may succeed, if the deadline may be missed.
         """
-        if seconds is None:  # one may take minutes to start, and nobody knows whether one does
+        if seconds is None:  # one may take minutes to start, and no part knows whether one does
             self._count("refused")
             message = f"{TTFT_DEADLINE}: no engine serves now, and no first token can be promised. Retry later."
             raise errors.ResourceExhausted(message, TTFT_DEADLINE, retry_after=self._draw.uniform(0.5, 1.5))

@@ -237,7 +237,7 @@ class HeldResponse:
 
     Attributes:
         past: What another gateway has done of the response; None: it begins here.
-        created: When the answer began, in seconds since the epoch; whoever makes the answer sets it.
+        created: When the answer began, in seconds since the epoch; the maker of the answer sets it.
     """
 
     def __init__(

@@ -403,8 +403,8 @@ class CopiedRequests:
 
     def _make_room(self) -> None:
         """Drop the newest copies of the tenant that has most bytes, until the rest fits."""
-        # The tenant with most: whoever fills the room takes it from itself. Its newest: the older ones have more output
-        # that would have to be computed again.
+        # The tenant with most: one that fills the room takes it from itself. Its newest: the older ones have more
+        # output that would have to be computed again.
         while self.num_bytes > self._max_bytes:
             tenant = max(self._tenant_bytes, key=lambda name: self._tenant_bytes[name])
             self._forget(next(reversed(self._of_tenants[tenant].values())))

@@ -454,7 +454,7 @@ class Requests:
         """
         if (submit := self.kept.copies.take(wanted)) is None:
             return None
-        # It was admitted where it was lost: refused here for the number of those that run, nobody else could continue
+        # It was admitted where it was lost: refused here for the number of those that run, no other part could continue
         # it with the same seed and the tokens that its client has.
         self._placer.budget.add_request()
         group = self._make(submit, _journals(submit), NOWHERE, self.kept.tasks, _ignore)

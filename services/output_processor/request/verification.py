@@ -1,6 +1,6 @@
 """Makes requests of records again, and computes a share of those that have ended on another engine (``--verify``).
 
-An engine that computes wrongly, because its memory has changed, gives answers that nothing else tells from right ones.
+An engine that computes wrongly, because its memory has changed, gives answers that look like right ones.
 Where engines compute the same tokens for the same request, a second one finds it. It computes all anew: it may neither
 hit what clients' requests have left in its cache, nor leave them anything.
 """
@@ -47,7 +47,7 @@ LOOK_SECONDS: Final = 0.25
 """How often it is looked whether an engine has time to spare, and whether it still has."""
 MOST_QUARANTINES: Final = 3
 """Engines that this process ends within :data:`QUARANTINE_SECONDS`: more at once are rather engines of one kind that do
-not compute alike than broken ones, and a mesh without engines serves nobody."""
+not compute alike than broken ones, and a mesh without engines serves no request."""
 QUARANTINE_SECONDS: Final = 3600.0
 _LOWEST_PRIORITY = (1 << 31) - 1
 _CUT_SHORT = ("abort", "error")

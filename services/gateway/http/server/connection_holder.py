@@ -1,7 +1,7 @@
 """Keeps the connections of a gateway that is killed, and gives them to a gateway that lives.
 
 The holder is a process that shares the gateway's table of descriptors, so it has each connection without a call for it.
-It waits for the gateway's end. Then it closes all that nobody continues, and gives the connections whose responses are
+It waits for the gateway's end. Then it closes those that no gateway continues, and gives those whose responses are
 stored (``held_responses``) to the first gateway that takes them, by a unix socket of the directory in which they meet.
 That gateway writes what the kernel has not taken, and answers on.
 """

@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from tokenloom.process.plugins import load_part
-from tokenloom.process.process_guard import is_stopped, wake_with_parent
+from tokenloom.process.process_guard import is_stopped, wake_with_parent, yield_processors
 
 from ..data.config import StructuredOutputConfig
 from ..data.core_params import StructuredOutput
@@ -34,8 +34,6 @@ COMPILE_SECONDS = 2.0
 _WAIT_SECONDS = 30.0
 """As long as a compile may take until it is given up, and not judged."""
 _START_SECONDS = 30.0
-_NICENESS = 10
-"""A constraint that takes seconds leaves the processors to the steps of the engine."""
 _LOOK_MILLISECONDS = 500
 """How often a process that owes an answer is looked at: its own limits of time do not end one that is stopped."""
 _TOO_LARGE = "it takes too much memory to compile"
@@ -214,8 +212,8 @@ _BACKENDS = {
 def main() -> None:
     """Serve until stdin ends."""
     wake_with_parent()
-    os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent handles it
+    yield_processors()
     signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM's default action ends the process
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     setup = _read(stdin, Setup) or sys.exit()

@@ -17,11 +17,9 @@ import msgspec
 
 from tokenloom.process import helper_pipe
 from tokenloom.process.confinement import confine
+from tokenloom.process.process_guard import yield_processors
 
 from .pixel_slots import MAX_SLOT_BYTES, PixelPart, write_pixels
-
-_NICENESS = 10
-"""A large image takes seconds, and leaves the processors to what takes milliseconds."""
 
 
 class DecodeSetup(msgspec.Struct, frozen=True):
@@ -91,7 +89,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         helper_pipe.write_message(msgspec.msgpack.encode(DecodeReply(refused=str(error))))
         return
-    os.nice(_NICENESS)  # only now: what starts with it, on a busy machine, was not ready within a minute
+    yield_processors()  # only now: what starts with it, on a busy machine, was not ready within a minute
     helper_pipe.limit_memory(setup.memory_bytes)
     # The slots count as files, and not as this process's memory.
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_SLOT_BYTES, MAX_SLOT_BYTES))

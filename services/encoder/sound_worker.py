@@ -22,11 +22,10 @@ import numpy as np
 
 from tokenloom.process import helper_pipe
 from tokenloom.process.confinement import confine
+from tokenloom.process.process_guard import yield_processors
 
 from .pixel_slots import MAX_SLOT_BYTES, PixelPart, write_all, write_pixels
 
-_NICENESS = 10
-"""As that of processes that decode images: an hour of sound takes many seconds."""
 SAMPLE_BYTES = 4
 
 
@@ -113,7 +112,7 @@ def main() -> None:
         return
     pipe = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     most = max(MAX_SLOT_BYTES, round((setup.max_seconds + 60) * processor.sampling_rate * SAMPLE_BYTES))
-    os.nice(_NICENESS)
+    yield_processors()  # an hour of sound takes many seconds
     helper_pipe.limit_memory(setup.memory_bytes)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     is_confined = confine(opens_files=False)

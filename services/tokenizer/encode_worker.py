@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
 from tokenloom.process import helper_pipe
+from tokenloom.process.process_guard import yield_processors
 from tokenloom.request import errors, packed_ids
 from tokenloom.request.packed_ids import num_ids
 from tokenloom.v1.tokenizer_pb2 import DecodeRequest, EncodeChatRequest, EncodeChatResponse, EncodeRequest
@@ -25,9 +26,6 @@ from tokenloom.v1.types_pb2 import MediaItem, ReasoningStart
 
 from .encoder import CUT_KINDS, CutKind, SafeCuts, TextEncoder, contained
 from .spelled_tokens import Rendered
-
-_NICENESS = 10
-"""A text that takes seconds leaves the processors to what takes milliseconds."""
 
 
 class EncodeSetup(msgspec.Struct, frozen=True):
@@ -168,7 +166,7 @@ def _texts(kind: CutKind, pieces: Sequence[Sequence[str]]) -> Iterator[tuple[str
 def main() -> None:
     """Serve until stdin ends."""
     helper_pipe.begin()
-    os.nice(_NICENESS)
+    yield_processors()
     if (first := helper_pipe.read_message()) is None:
         return
     setup = msgspec.msgpack.decode(first, type=EncodeSetup)

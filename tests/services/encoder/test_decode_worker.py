@@ -1,6 +1,5 @@
 """The process that decodes gets ready as fast as any other, and takes what others leave only afterwards."""
 
-import os
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +21,10 @@ def test_it_loads_before_it_is_nice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decode_worker, "_load", note("load"))
     monkeypatch.setattr(decode_worker, "confine", lambda **_: done.append("confine") or True)
-    monkeypatch.setattr(os, "nice", note("nice"))
+    monkeypatch.setattr(decode_worker, "yield_processors", note("yield"))
     monkeypatch.setattr(resource, "setrlimit", note("limit"))
     for name in ("begin", "limit_memory", "limit_time", "write_message"):
         monkeypatch.setattr(helper_pipe, name, note(name))
     monkeypatch.setattr(helper_pipe, "read_message", lambda: messages.pop(0))
     decode_worker.main()
-    assert done == ["begin", "load", "nice", "limit_memory", "limit", "confine", "write_message", "limit_time"]
+    assert done == ["begin", "load", "yield", "limit_memory", "limit", "confine", "write_message", "limit_time"]

@@ -1,0 +1,29 @@
+"""What a process does to its own place among others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+_CHILD = """
+import json, os
+from pathlib import Path
+from tokenloom.process.process_guard import yield_processors
+yield_processors()
+group = Path("/proc/self/autogroup")
+print(json.dumps([os.getsid(0) == os.getpid(), os.nice(0), group.read_text() if group.exists() else None]))
+"""
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_process_whose_work_takes_seconds_leaves_the_session_and_the_processors(leads: bool) -> None:
+    printed = subprocess.check_output([sys.executable, "-c", _CHILD], start_new_session=leads, timeout=60)
+    has_own_session, niceness, group = msgspec.json.decode(printed)
+    assert has_own_session
+    assert niceness == min(os.nice(0) + 10, 19)
+    groups = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    if groups.exists() and groups.read_text().strip() == "1" and group:
+        assert group.strip().endswith("nice 10")

@@ -272,6 +272,11 @@ soak-memory: install ## run four engines of one host under full load for five mi
 network: install ## run prefill and decode engines on both sides of a bad network (root, Debian: iproute2, nftables)
 	$(BIN)/python -m tests.soak.network
 
+campaign: install ## kill parts of a mesh on a lossy and slow network under 20,000 requests, then 5,000 to the demo model; goes on where the last call ended (root, Debian: iproute2, nftables)
+	mkdir -p build
+	$(BIN)/python -m tests.soak.shards --results build/shards-hash
+	$(BIN)/python -m tests.soak.shards --results build/shards-model --worker model --shards 5 --requests 1000
+
 clients: install ## run unmodified client libraries against one mesh, each in its own environment, and agents' turns
 	$(BIN)/python -m tests.clients.run
 	$(BIN)/python -m tests.clients.agent_turns
@@ -326,4 +331,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lmcache lint types pyright check-protos lint-protos breaking-protos release-protos protos stubs docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check gpu-rehearsal test-triton bench house house-check chart chart-check docs-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lmcache lint types pyright check-protos lint-protos breaking-protos release-protos protos stubs docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network campaign clients browser containers metrics-check dashboards gpu-check gpu-rehearsal test-triton bench house house-check chart chart-check docs-check wheel-check pictures site help

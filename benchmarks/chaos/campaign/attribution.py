@@ -37,6 +37,20 @@ def is_excused(record: Record, injections: Sequence[Injection]) -> bool:
     )
 
 
+def outlived_gateway(record: Record, injections: Sequence[Injection]) -> bool:
+    """Return whether a client that knows one gateway only has its whole answer although that one was killed while it
+    made it."""
+    name = f"gateway-{record.gateway}"
+    return (
+        record.failure is None
+        and not record.moves
+        and any(
+            each.part == name and each.fault.action is Action.KILL and record.sent < each.began < record.ended
+            for each in injections
+        )
+    )
+
+
 def is_failed(record: Record, injections: Sequence[Injection]) -> bool:
     """Return whether a mesh that keeps its promise would have completed the request."""
     if record.failure is None or is_expired(record, injections):

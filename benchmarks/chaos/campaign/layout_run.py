@@ -154,7 +154,7 @@ class LayoutRun:
         run = f"{self._options.seed}-{self._layout.name}-{self._rng.getrandbits(32):08x}"
         name = self._options.model_name
         return [
-            PlainClient(target.http, name),
+            PlainClient(target.http, name, is_held=self._options.hold_connections),
             ResumingClient(target.http, name, run),
             GrpcClient(target.grpc),
             SessionClient(target.grpc),

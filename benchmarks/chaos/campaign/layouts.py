@@ -93,6 +93,10 @@ def _engine_flags(options: ChaosOptions) -> tuple[str, ...]:
     flags: tuple[str, ...] = FLAGS if options.model else (*FLAGS, *ADAPTER_FLAGS)
     if options.worker == "hash":
         flags += ("--worker", "hash", "--hash-step-seconds", str(options.step_seconds))
+    if options.bfloat16:
+        flags += ("--dtype", "bfloat16", "--batch-invariant")
+    if options.link_delay:
+        flags += ("--kv-transports", "socket")  # shared memory has no delay
     if options.drafts:
         flags += ("--speculative-config", f'{{"method":"ngram","num_speculative_tokens":{options.drafts}}}')
     return flags
@@ -120,14 +124,24 @@ def _mesh(
 
 
 async def run_layout(
-    layout: Layout, *, with_proxies: bool, write_line: WriteLine, work: Callable[[Target], Awaitable[None]]
+    layout: Layout,
+    chosen: ChaosOptions,
+    *,
+    cuts_links: bool,
+    write_line: WriteLine,
+    work: Callable[[Target], Awaitable[None]],
 ) -> MeshOutcome:
-    """Start the mesh, run ``work`` once every part serves, and stop the mesh. Raises as ``run_mesh_in_loop``."""
+    """Start the mesh, run ``work`` once every part serves, and stop the mesh. Raises as ``run_mesh_in_loop``.
+
+    ``cuts_links``: the faults need proxies in front of the parts.
+    """
     options = layout.mesh
+    with_proxies = cuts_links or chosen.link_delay > 0
     output = LineCopier(write_line)
     with held_ports(options.host, options.gateways, 0, 0) as ports, mesh_directory() as directory:
-        async with Links() as links:
-            specs = [_with_batches(spec, Path(directory)) for spec in parts_of(options, Path(directory), ports)]
+        async with Links(chosen.link_delay) as links:
+            holds = chosen.hold_connections
+            specs = [_of_campaign(spec, Path(directory), holds) for spec in parts_of(options, Path(directory), ports)]
             if with_proxies:
                 specs = [spec if spec.service == "gateway" else await links.in_front_of(spec) for spec in specs]
             mesh = Mesh(specs, directory, output, port=ports[0].http, drain_timeout=options.drain_timeout)
@@ -140,11 +154,14 @@ async def run_layout(
                 return await supervise(mesh, once_serving)
 
 
-def _with_batches(spec: PartSpec, directory: Path) -> PartSpec:
-    """Give each gateway a folder of its own for batches."""
+def _of_campaign(spec: PartSpec, directory: Path, holds: bool) -> PartSpec:
+    """Give each gateway a folder of its own for batches, and one that all share if they hold connections."""
     if spec.service != "gateway":
         return spec
-    return replace(spec, command=(*spec.command, "--batch-dir", str(directory / f"batches-{spec.index}")))
+    flags = ("--batch-dir", str(directory / f"batches-{spec.index}"))
+    if holds:
+        flags += ("--hold-connections", str(directory / "held"))
+    return replace(spec, command=(*spec.command, *flags))
 
 
 async def _target(mesh: Mesh, links: Links, *, with_proxies: bool) -> Target:

@@ -33,6 +33,19 @@ class ChaosOptions(Struct, frozen=True):
         "and images or sounds the requests; those to a Whisper model are transcriptions, in the layout whole.",
     ] = ""
     drafts: Annotated[_Limit, "Most drafts of a request in a step (--speculative-config, ngram); 0: none."] = 0
+    bfloat16: Annotated[
+        bool, "Engines compute in bfloat16, and bit by bit the same in every batch (--batch-invariant)."
+    ] = False
+    hold_connections: Annotated[
+        bool,
+        "Gateways hold their connections (--hold-connections): no request of a plain HTTP client is excused with its "
+        "gateway.",
+    ] = False
+    link_delay: Annotated[
+        _Seconds,
+        "Seconds by which each piece is late between any two parts and between clients and gateways, in each "
+        "direction. Parts then listen on TCP ports, and KV moves over TCP.",
+    ] = 0.0
     parts: Annotated[
         Annotated[int, Meta(ge=2, le=8)], "Parts of each kind, except for the coordinator, which is one."
     ] = 2

@@ -31,7 +31,7 @@ async def run_campaign(
     }
     for index, layout in enumerate(layouts):
         run = LayoutRun(layout, (index, len(layouts)), campaign, options, note)
-        await run_layout(layout, with_proxies=campaign.is_of_links, write_line=write_line, work=run.work)
+        await run_layout(layout, options, cuts_links=campaign.is_of_links, write_line=write_line, work=run.work)
         report["layouts"].append(run.report())
     report["violations"] = [
         f"layout {layout['layout']}: {text}" for layout in report["layouts"] for text in layout["violations"]

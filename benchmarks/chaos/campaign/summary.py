@@ -9,7 +9,7 @@ from typing import Any
 from ...report.stats import percentile
 from ..clients.record import Record
 from ..faults.fault import Action, Fault, Injection
-from .attribution import is_expired, is_failed, is_pause_excused, met
+from .attribution import is_expired, is_failed, is_pause_excused, met, outlived_gateway
 from .options import ChaosOptions
 
 NO_FAULT = "no fault"
@@ -31,6 +31,8 @@ class Row:
     """Requests of clients that do not resume, lost with their gateway."""
     expired: int = 0
     """Requests whose deadline passed while no engine was there."""
+    outlived: int = 0
+    """Requests of clients that know one gateway, complete although it was killed meanwhile."""
     wrong: int = 0
     refused: int = 0
     cut: int = 0
@@ -57,6 +59,7 @@ class Row:
             "failures": dict(self.failures),
             "wrong": self.wrong,
             "lost_with_their_gateway": self.excused,
+            "outlived_their_gateway": self.outlived,
             "expired": self.expired,
             "refused_connections": self.refused,
             "streams_cut": self.cut,
@@ -99,6 +102,7 @@ def _count(row: Row, record: Record, injections: Sequence[Injection]) -> None:
     row.wrong += record.is_wrong
     row.refused += record.refused
     row.resumed += record.resumed
+    row.outlived += outlived_gateway(record, injections)
     if record.failure is None:
         if not is_pause_excused(record, injections):
             row.added.append(record.added)

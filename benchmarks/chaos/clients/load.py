@@ -65,7 +65,7 @@ class Load:
     async def record_references(self) -> None:
         """Send each case undisturbed with a client of each transport. Raises ``Unstable``."""
         clients = {
-            client.transport: client for client in self._clients if not client.resumes or client.transport == "grpc"
+            client.transport: client for client in self._clients if not client.moves or client.transport == "grpc"
         }
         wanted = [
             (client, case)

@@ -21,16 +21,20 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 
 
 class PlainClient:
-    """Sends each request once."""
+    """Sends each request once, and knows nothing of what a gateway's end means.
+
+    Attributes:
+        resumes: Whether the gateways hold its connections, so that it survives the loss of one all the same.
+    """
 
     name = "plain HTTP"
     transport = "http"
-    resumes = False
     moves = False
     is_special = False
 
-    def __init__(self, gateways: Sequence[str], model: str) -> None:
+    def __init__(self, gateways: Sequence[str], model: str, *, is_held: bool = False) -> None:
         """``gateways``: their HTTP addresses, ``host:port``."""
+        self.resumes = is_held
         self._gateways = gateways
         self._model = model
 

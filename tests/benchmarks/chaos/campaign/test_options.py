@@ -33,6 +33,14 @@ def test_layouts() -> None:
     assert "hash" in only.mesh.flags["engine"]
 
 
+def test_a_slow_network_has_no_shared_memory() -> None:
+    (split,) = layouts_of(ChaosOptions(layout="split", link_delay=0.02, bfloat16=True))
+    flags = " ".join(split.mesh.flags["engine"])
+    assert "--kv-transports socket" in flags
+    assert "--dtype bfloat16 --batch-invariant" in flags
+    assert "--kv-transports" not in layouts_of(ChaosOptions(layout="split"))[0].mesh.flags["engine"]
+
+
 @pytest.mark.parametrize(
     ("kind", "media", "layouts"),
     [("qwen2_audio", Media.SOUNDS, ["whole", "split"]), ("whisper", Media.TRANSCRIPTS, ["whole"])],

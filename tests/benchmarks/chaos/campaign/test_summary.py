@@ -77,6 +77,14 @@ def test_a_plain_client_is_lost_with_its_gateway() -> None:
     assert row([CUT], [injection("gateway", 12.0, action=Action.TERM)])["failed"] == 1
 
 
+def test_what_a_held_connection_has_saved_is_counted() -> None:
+    killed = [injection("gateway", 11.0)]
+    assert row([RECORD], killed)["outlived_their_gateway"] == 1
+    others = (replace(RECORD, gateway=1), replace(RECORD, moves=True), replace(RECORD, sent=11.5), CUT)
+    assert row(list(others), killed)["outlived_their_gateway"] == 0
+    assert row([RECORD], [injection("gateway", 11.0, action=Action.TERM)])["outlived_their_gateway"] == 0
+
+
 def test_a_client_that_calls_one_gateway_waits_for_it() -> None:
     frozen = [injection("gateway", 11.0, action=Action.FREEZE, seconds=10.0, ended=21.0, served_again=None)]
     waited = replace(RECORD, resumes=True, ended=22.0, pause=10.0)

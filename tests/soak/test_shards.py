@@ -1,0 +1,55 @@
+"""What is kept of the shards of a campaign adds up, and those that have run do not run again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.soak import shards
+
+
+def shard(number: int, **row: int) -> dict[str, Any]:
+    counts = dict.fromkeys(shards._COUNTS, 1) | row
+    rows = [{"kind": "kill gateway", **counts}, {"kind": "all", **counts}]
+    layout = {"layout": "split", "seconds": 100.0, "rows": rows, "examples": [], "violations": []}
+    report = {"layouts": [layout], "violations": [], "date": "today"}
+    return {"shard": number, "commit": "abc", "load": "2", "dropped": 7, "report": report}
+
+
+def test_shards_add_up() -> None:
+    found = shards.total([shard(0, requests=2000), shard(1, requests=2001, failed=0)])
+    assert list(found) == ["kill gateway", "all"]
+    assert (found["all"]["requests"], found["all"]["failed"], found["all"]["wrong"]) == (4001, 1, 2)
+    assert "| all | 2 | 4001 | 1 | 2 |" in shards.as_table([shard(0, requests=2000), shard(1, requests=2001, failed=0)])
+
+
+def test_only_missing_shards_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    def run_shard(_: Any, number: int) -> dict[str, Any]:
+        ran.append(number)
+        return shard(number)
+
+    monkeypatch.setattr(shards, "_run_shard", run_shard)
+    monkeypatch.setattr(shards, "_lose", lambda _: None)
+    results = tmp_path / "results"
+    results.write_text(json.dumps(shard(1)) + "\n")
+    arguments = shards.parser().parse_args(["--results", str(results), "--shards", "3"])
+    assert shards.run(arguments) == 0
+    assert ran == [0, 2]
+    assert shards.run(arguments) == 0
+    assert ran == [0, 2]
+    bad = shard(3)
+    bad["report"]["violations"] = ["failed requests: 1"]
+    with results.open("a") as file:
+        file.write(json.dumps(bad) + "\n")
+    assert shards.run(arguments) == 1
+
+
+@pytest.mark.parametrize("worker", ["hash", "model"])
+def test_the_options_of_a_shard(worker: str) -> None:
+    arguments = shards.parser().parse_args(["--results", "r", "--worker", worker, "--requests", "50"])
+    options = shards.options_of(arguments, 7)
+    assert (options.seed, options.requests, options.hold_connections, options.link_delay) == (7, 50, True, 0.02)
+    assert (options.max_failed, options.max_refused, options.bfloat16) == (0, 0, worker == "model")

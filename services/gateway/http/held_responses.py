@@ -45,7 +45,13 @@ _FIXED = struct.Struct("@QQQiiII40s")
 _BANKS = [struct.Struct(f"@{2 + count}Q") for count in range(MOST_OUTPUTS + 1)]
 """Length and state of the response, and a word for each output. There are two banks; the number that is stored last is
 odd if the second one counts."""
-_FIXED_AT, _GIVEN_AT, _FOLLOWED_AT, _BANKS_AT, _BANK_BYTES = 8, 104, 112, 128, 16 + 8 * MOST_OUTPUTS
+_FIXED_AT, _GIVEN_AT, _FOLLOWED_AT, _SINCE_AT, _BANKS_AT, _BANK_BYTES = 8, 104, 112, 120, 128, 16 + 8 * MOST_OUTPUTS
+_SINCE_BYTES, _SINCE_TOKENS, _SINCE_CHARS = 2, 18, 38
+"""Where they begin in the word of what was added to a response of one output since a bank was stored: bytes, tokens and
+characters. Its lowest bits are those of the bank's number: where they are not, nothing was added to that bank."""
+_MOST_SINCE = 128
+"""For a piece of so many tokens or characters a bank is stored. A piece has 6 bytes at least, and there is a bank for
+each round of the ring, so that fewer for each piece fit the word."""
 _REQUEST_AT = 2 << 10
 _RING_AT = _REQUEST_AT + REQUEST_BYTES
 SLOT_BYTES = _RING_AT + RING_BYTES
@@ -214,7 +220,10 @@ class HeldTable:
         at, memory = slot * SLOT_BYTES, self.memory
         cookie, base, length, descriptor, file, created, num_outputs, name = _FIXED.unpack_from(memory, at + _FIXED_AT)
         bank = _BANKS[num_outputs].unpack_from(memory, at + _BANKS_AT + (commit & 1) * _BANK_BYTES)
-        total, state = bank[:2]
+        total, state, *entries = bank
+        since = self.words[(at + _SINCE_AT) // 8]
+        if since & 3 == commit & 3 and since > 3:
+            total, entries[0] = total + _bytes_since(since), _word_since(entries[0], since)
         if self.words[(at + _FOLLOWED_AT) // 8]:
             state |= FOLLOWED
         request = memory[at + _REQUEST_AT : at + _REQUEST_AT + length] if file < 0 else os.pread(file, length, 0)
@@ -227,7 +236,7 @@ class HeldTable:
             state=state,
             request_id=name.decode() if is_named else "",
             created=created,
-            entries=tuple(map(OutputEntry.of, bank[2:])) if is_named else (),
+            entries=tuple(map(OutputEntry.of, entries)) if is_named else (),
         )
         return HeldRecord(slot, descriptor, cookie, base, total, last[-_MOST_LEFT:], past)
 
@@ -238,6 +247,7 @@ class HeldResponse:
     Attributes:
         past: What another gateway has done of the response; None: it begins here.
         created: When the answer began, in seconds since the epoch; the maker of the answer sets it.
+        flow: Of the connection.
     """
 
     def __init__(
@@ -252,21 +262,21 @@ class HeldResponse:
         stored here, and written by the caller."""
         self.past = past
         self.created = 0 if past is None else past.created
-        self._table, self._slot, self._flow, self._fixed = table, slot, flow, fixed
+        self._table, self._slot, self._fixed = table, slot, fixed
         self._memory, self._words = table.memory, table.words
         at = slot * SLOT_BYTES
         self._ring, self._commit_at = at + _RING_AT, at // 8
         self._banks = at + _BANKS_AT, at + _BANKS_AT + _BANK_BYTES
-        self._followed_at = (at + _FOLLOWED_AT) // 8
-        self._words[(at + _GIVEN_AT) // 8] = self._words[self._followed_at] = 0
-        self._total = self._commit = 0
+        self._followed_at, self._since_at = (at + _FOLLOWED_AT) // 8, (at + _SINCE_AT) // 8
+        self._words[(at + _GIVEN_AT) // 8] = self._words[self._followed_at] = self._words[self._since_at] = 0
+        self._total = self._commit = self._since = 0
         self._state = 0
         self._entries: list[int] = []
         self._pack = _BANKS[0].pack_into
         self._is_stored = True
         self._is_closed = self._is_free = False
-        self._is_plain = False  # whether a piece within the ring is stored without further ado
-        self._transport = flow.transport
+        self._at = self._end = 0  # where the next piece begins, and the ring ends; 0: a bank is stored for the next one
+        self.flow, self._transport = flow, flow.transport
         self._write = self._transport.write
         self._transport.set_write_buffer_limits(high=MOST_BUFFERED)
         if past is None:
@@ -283,30 +293,41 @@ class HeldResponse:
         """Return what else a transport has."""
         return getattr(self._transport, name)
 
-    def write(self, data: bytes) -> None:
-        """Store a piece of the response, then write it."""
-        # In one function, without a look at what is so for the first and the last piece only: it runs for each token.
-        size, total = len(data), self._total
-        at = total % RING_BYTES
+    def put(self, events: bytes, num_tokens: int, num_chars: int) -> None:
+        """Store a piece of the body of a chunked response with one output, then write it. ``num_tokens``,
+        ``num_chars``: that it covers."""
+        # In one function, and with one word for bytes and positions: it runs for each token.
+        piece = b"%x\r\n%b\r\n" % (len(events), events)
+        size, at = len(piece), self._at
         end = at + size
-        if end > RING_BYTES or size > MOST_AT_ONCE or not self._is_plain or data.endswith(_LAST_CHUNK):
-            self._write_rarely(data, at, size)
+        if end > self._end or size > MOST_AT_ONCE or num_tokens >= _MOST_SINCE or num_chars >= _MOST_SINCE:
+            self.skip(num_tokens, num_chars)
+            self._entries[0] |= 1
+            self.write(piece)
             return
-        ring, memory = self._ring, self._memory
-        memory[ring + at : ring + end] = data
-        self._total = total = total + size
-        commit = self._commit = self._commit + 1
-        self._pack(memory, self._banks[commit & 1], total, self._state, *self._entries)
-        self._words[self._commit_at] = commit
-        self._write(data)
+        self._memory[at:end] = piece
+        self._at = end
+        since = self._since = self._since + (
+            size << _SINCE_BYTES | num_tokens << _SINCE_TOKENS | num_chars << _SINCE_CHARS
+        )
+        self._words[self._since_at] = since
+        self._write(piece)
 
-    def _write_rarely(self, data: bytes, at: int, size: int) -> None:
-        """Store the first or the last piece, or one that goes around the ring. One that is too large is not stored, nor
-        is what follows it: until the kernel takes bytes that are not stored, the stored ones say all that is needed."""
+    def skip(self, num_tokens: int, num_chars: int) -> None:
+        """Note that the next piece covers so many more tokens and characters of the only output."""
+        self._settle()
+        self._entries[0] += num_tokens << 2 | num_chars << 33
+
+    def write(self, data: bytes) -> None:
+        """Store any piece of the response, then write it. One that is too large is not stored, nor is what follows it:
+        until the kernel takes bytes that are not stored, the stored ones say all that is needed."""
+        size = len(data)
         # The body of a large whole answer follows its head, in pieces that are not stored.
         is_bare = not self._state & BEGUN and data.endswith(_BARE) and _IS_CHUNKED not in data
         self._is_stored = self._is_stored and size <= MOST_AT_ONCE and not is_bare
-        if self._is_stored:
+        if self._is_stored and not self._is_closed:
+            self._settle()
+            at = self._total % RING_BYTES
             ring, fits = self._ring, min(size, RING_BYTES - at)
             self._memory[ring + at : ring + at + fits] = data[:fits]
             self._memory[ring : ring + size - fits] = data[fits:]
@@ -316,11 +337,11 @@ class HeldResponse:
             elif self._state & CHUNKED and data.endswith(_LAST_CHUNK):
                 self._state |= ENDED
             self._store()
-        self._is_plain = self._is_stored and bool(self._state & CHUNKED)
         self._write(data)
 
     def name(self, request_id: str, entries: list[int]) -> None:
         """Store the id of the request, and a word for each output: see :attr:`OutputEntry.word`."""
+        self._settle()
         self._entries, self._pack = entries, _BANKS[len(entries)].pack_into
         if request_id:
             self._state |= NAMED
@@ -335,11 +356,13 @@ class HeldResponse:
 
     def mark_shaped(self) -> None:
         """Note that the next piece holds the events before any output."""
+        self._settle()
         self._state |= SHAPED
 
     def advance(self, index: int, num_tokens: int, num_chars: int, flags: int) -> None:
         """Note that the next piece covers an output up to so many tokens, and so many characters more of its text.
         ``flags``: 1 if it has an event of it, and 2 if the output has ended."""
+        self._settle()
         word = self._entries[index]
         self._entries[index] = word & 1 | flags | num_tokens << 2 | (word >> 33) + num_chars << 33
 
@@ -348,7 +371,8 @@ class HeldResponse:
         if self._is_closed:
             return
         self._is_closed = True
-        self._flow.transport = self._transport
+        self._settle()
+        self.flow.transport = self._transport
         state = self._state
         if self._is_stored and (state & ENDED or state & (BEGUN | CHUNKED) == BEGUN):
             asyncio.get_running_loop().call_soon(self._free_when_taken)
@@ -378,11 +402,31 @@ class HeldResponse:
         fields = (*self._fixed, self.created, len(self._entries), request_id.encode())
         _FIXED.pack_into(self._memory, self._slot * SLOT_BYTES + _FIXED_AT, *fields)
 
+    def _settle(self) -> None:
+        """Add what was counted since the last bank was stored to what the next one will hold."""
+        if (since := self._since) > 3:
+            self._total += _bytes_since(since)
+            self._entries[0] = _word_since(self._entries[0], since)
+        self._since = self._end = 0
+
     def _store(self) -> None:
         """Let what was stored count."""
         commit = self._commit = self._commit + 1
         self._pack(self._memory, self._banks[commit & 1], self._total, self._state, *self._entries)
         self._words[self._commit_at] = commit  # one aligned word: a process that is killed has stored it, or not
+        self._words[self._since_at] = self._since = commit & 3
+        if self._is_stored and self._state & CHUNKED and len(self._entries) == 1 and self._entries[0] & 1:
+            self._at, self._end = self._ring + self._total % RING_BYTES, self._ring + RING_BYTES
+
+
+def _bytes_since(since: int) -> int:
+    return since >> _SINCE_BYTES & (1 << _SINCE_TOKENS - _SINCE_BYTES) - 1
+
+
+def _word_since(word: int, since: int) -> int:
+    """Return a word of an :class:`OutputEntry` with what was added."""
+    num_tokens = since >> _SINCE_TOKENS & (1 << _SINCE_CHARS - _SINCE_TOKENS) - 1
+    return word + (num_tokens << 2) + (since >> _SINCE_CHARS << 33)
 
 
 _NOT_REPEATED = frozenset((b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"x-request-id"))

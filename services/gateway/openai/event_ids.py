@@ -169,11 +169,15 @@ class ShapedAnswer(StreamedAnswer, Protocol):
 
 
 class HeldAnswer:
-    """Shapes the events of an answer, and says to what stores them how much of each output they cover."""
+    """Shapes the events of an answer, and says to what stores them how much of each output they cover.
+
+    Attributes:
+        answer: Shapes them, for a caller that says so itself.
+    """
 
     def __init__(self, answer: ShapedAnswer, held: "HeldResponse | None", *, has_first: bool) -> None:
         """``has_first``: the client has the events before any output."""
-        self._answer = answer
+        self.answer = answer
         self._held = held
         self._has_first = has_first
         self.keep_alive, self.last_events = answer.keep_alive, answer.last_events
@@ -181,7 +185,7 @@ class HeldAnswer:
 
     def first_events(self) -> bytes:
         """Return the events before any output; empty if the client has them."""
-        events = self._answer.first_events()
+        events = self.answer.first_events()
         if self._held is not None:
             self._held.mark_shaped()
         return b"" if self._has_first else events
@@ -189,7 +193,7 @@ class HeldAnswer:
     def events(self, delta: Delta) -> bytes:
         """Return the events of some output; empty when there is nothing to send."""
         num_tokens, num_chars = delta.token_index + len(delta.token_ids), len(delta.text)
-        events = self._answer.events(delta)
+        events = self.answer.events(delta)
         if self._held is not None:
             flags = (1 if events else 0) if delta.finished is None else 3
             self._held.advance(delta.index, num_tokens, num_chars, flags)

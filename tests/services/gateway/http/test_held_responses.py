@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import random
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -184,6 +185,101 @@ async def test_bytes_that_are_not_stored_end_what_can_be_continued() -> None:
         record = only(table.records())
         assert record.missing(record.base + len(HEAD)) == b""
         assert record.missing(num_taken(record.descriptor)) is None
+
+
+class Stores:
+    """Stands in the place of memory, and calls a function after each store: a kill may come there."""
+
+    def __init__(self, memory: Any, after: Callable[[], None]) -> None:
+        self._memory, self._after = memory, after
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._memory[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._memory[place] = value
+        self._after()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_bytes_and_positions_fit_together_after_each_store(seed: int) -> None:
+    """Pieces of one output in any order and size, more than three rounds of the ring."""
+    rng, table = random.Random(seed), HeldTable(1)
+    async with connected() as connection:
+        held = connection.begin(table)
+        held.name(ID, [0])
+        written, tokens, chars, has_event = b"", 0, 0, False
+        allowed: list[tuple[int, OutputEntry]] = []
+        num_looks = 0
+
+        def look() -> None:
+            nonlocal num_looks
+            record = only(table.records())
+            assert (record.total, record.past.entries[0]) in allowed
+            expected = (written + piece)[: record.total]
+            assert expected.endswith(record.last)
+            num_looks += 1
+
+        pack = held._pack
+
+        def watched_pack(memory: Any, *values: Any) -> None:
+            pack(table.memory, *values)
+            look()
+
+        held._pack = watched_pack  # type: ignore[assignment]
+        held._memory, held._words = Stores(table.memory, look), Stores(table.words, look)  # type: ignore[assignment]
+        held._write = lambda data: None  # the kernel has no part here
+        piece = HEAD
+        allowed = [(0, OutputEntry()), (len(HEAD), OutputEntry())]
+        connection.flow.transport.write(piece)
+        written += piece
+        while len(written) < 3 * RING_BYTES:
+            kind = rng.choice(("put", "put", "put", "put", "skip", "advance", "beat"))
+            before = OutputEntry(has_event, False, tokens, chars)
+            new_tokens, new_chars = rng.choice((1, 1, 1, 3, 127, 128, 900)), rng.choice((0, 4, 4, 4, 127, 128, 900))
+            if kind == "skip":
+                piece, allowed = b"", [(len(written), before)]
+                held.skip(new_tokens, new_chars)
+                tokens, chars = tokens + new_tokens, chars + new_chars
+                # Of what is written next.
+                kind, new_tokens, new_chars = "put", 1, 2
+            body = b"e" * rng.choice((1, 150, 150, 150, 3000))
+            if kind == "beat":
+                new_tokens = new_chars = 0
+            tokens, chars = tokens + new_tokens, chars + new_chars
+            has_event = has_event or kind != "beat"
+            piece = b"%x\r\n%b\r\n" % (len(body), body)
+            allowed = [(len(written), before), (len(written + piece), OutputEntry(has_event, False, tokens, chars))]
+            if kind == "put":
+                held.put(body, new_tokens, new_chars)
+            else:
+                if kind == "advance":
+                    held.advance(0, tokens, new_chars, 1)
+                connection.flow.transport.write(piece)
+            written += piece
+            record = only(table.records())
+            assert (record.total, record.past.entries[0]) == allowed[-1]
+        assert num_looks > 400
+        held.close()
+        held.put(b"late", 1, 4)  # of a stream that has not noticed its end
+        connection.begin(table)
+        assert only(table.records()).total == 0
+
+
+async def test_a_slot_that_is_used_again_has_nothing_of_its_last_response() -> None:
+    table, totals = HeldTable(1), list[int]()
+    async with connected() as connection:
+        for _ in range(2):  # the second time at each store
+            held = connection.begin(table)
+            held.name(ID, [1])
+            connection.flow.transport.write(HEAD)
+            while held._commit & 3 != 1:
+                connection.flow.transport.write(b"1\r\n:\r\n")
+            held.put(b"data", 1, 4)
+            held.close()
+            words = table.words
+            table.words = Stores(words, lambda: totals.extend(each.total for each in table.records()))  # type: ignore[assignment]
+        assert totals[:2] == [0, 0]
 
 
 @pytest.mark.parametrize(

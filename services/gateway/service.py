@@ -186,7 +186,9 @@ class GatewayService:
         from .http.held_responses import HeldTable  # here: most gateways hold nothing
         from .http.server.connection_holder import HeldProtocol, TakenConnections
 
-        http.hold(partial(HeldProtocol, table=self._held or HeldTable(0)))
+        table = self._held or HeldTable(0)
+        table.port = parse(http.address).port
+        http.hold(partial(HeldProtocol, table=table))
         return TakenConnections(directory, self._settings.instance_id, http.take, counter)
 
     async def stop(self) -> None:

@@ -480,6 +480,8 @@ class GenerationEndpoint:
         if not SESSION_HEADERS.isdisjoint(headers) and (session := session_of_headers(headers)):
             request = replace(request, session=session)
         if b"last-event-id" in headers or b"idempotency-key" in headers:
+            if exchange.let_go is not None:
+                exchange.let_go()  # its client continues it elsewhere
             digest = fingerprint(exchange.path, body.data)
             options, token = read_claim(headers, digest, request, options, self.api.event_ids)
         elif is_plain and exchange.hold is not None:

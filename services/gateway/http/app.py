@@ -111,6 +111,7 @@ class _Path:
         self.is_open = route.is_open
         self.error_form = form
         self.handlers: dict[str, Handler] = {}  # by method
+        self.pure = {"GET"}  # the methods that change nothing
 
 
 _NOT_SERVED = _Path(Route("", OTHER), OPENAI)
@@ -136,6 +137,8 @@ class App:
         for route, handler in routes.items():
             path = self._paths.setdefault(route.pattern, _Path(route, error_forms.get(route, OPENAI)))
             path.handlers[route.method] = handler
+            if route.is_pure:
+                path.pure.add(route.method)
         self._access = access
         self._cors = Cors(access.cors_origins) if access.cors_origins else None
         self._counts = counts
@@ -220,9 +223,12 @@ class App:
         if path is _NOT_SERVED:
             raise errors.NotFound("Not found; see /docs for the available endpoints.")
         # The body of a response to HEAD is dropped where it would be written.
-        handler = path.handlers.get("GET" if exchange.method == "HEAD" else exchange.method)
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        handler = path.handlers.get(method)
         if handler is None:
             raise MethodNotAllowed(exchange.method, path.handlers)
+        if exchange.let_go is not None and method not in path.pure:
+            exchange.let_go()
         return handler
 
     def _tenant(self, exchange: HttpExchange, path: _Path) -> Tenant:

@@ -13,7 +13,7 @@ import socket
 import struct
 import termios
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .client_flow import ClientFlow
@@ -36,9 +36,10 @@ MOST_FILE_BYTES = 64 << 20
 """Of all requests in files of their own."""
 MOST_OUTPUTS = 64
 
-BEGUN, CHUNKED, NAMED, SHAPED, ENDED, FOLLOWED = 1, 2, 4, 8, 16, 32
+BEGUN, CHUNKED, NAMED, SHAPED, ENDED, FOLLOWED, ARRIVED = 1, 2, 4, 8, 16, 32, 64
 """States of a response, added up: its head was written, its body is in chunks, its request has an id, the events before
-any output were written, its last byte was written, and more was read from the client, which is lost."""
+any output were written, its last byte was written, more was read from the client, which is lost, and no more is known
+than what has arrived of the request: the response can be made once more, but not continued."""
 
 _FIXED = struct.Struct("@QQQiiII40s")
 """Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request."""
@@ -52,15 +53,21 @@ characters. Its lowest bits are those of the bank's number: where they are not, 
 _MOST_SINCE = 128
 """For a piece of so many tokens or characters a bank is stored. A piece has 6 bytes at least, and there is a bank for
 each round of the ring, so that fewer for each piece fit the word."""
+_LENGTH_AT = _FIXED_AT + 16
 _REQUEST_AT = 2 << 10
 _RING_AT = _REQUEST_AT + REQUEST_BYTES
 SLOT_BYTES = _RING_AT + RING_BYTES
+_PAIR = struct.Struct("@QQ")
+_TCP_PROTOCOL = struct.pack("@i", socket.IPPROTO_TCP)
 _IS_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n\r\n"
 _BARE = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 """No other piece ends so: events and lines of JSON end with a line feed alone."""
-_SO_COOKIE, _ACKED_AT, _INFO_BYTES = 57, 120, 128
-"""The last two: of ``tcpi_bytes_acked`` in the kernel's ``tcp_info``."""
+_SO_COOKIE, _ACKED_AT, _RECEIVED_AT, _INFO_BYTES = 57, 120, 128, 136
+"""The last three: of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in the kernel's ``tcp_info``, and their end."""
+_ESTABLISHED = 1
+_MOST_IDLE = 1 << 16
+"""Connections with a higher descriptor end with their gateway where no request is in work."""
 _LOOK_SECONDS = 0.1
 
 
@@ -108,6 +115,11 @@ class PastResponse:
     entries: tuple[OutputEntry, ...] = ()
 
     @property
+    def is_known(self) -> bool:
+        """Whether more is known than what has arrived of the request."""
+        return not self.state & ARRIVED
+
+    @property
     def has_begun(self) -> bool:
         """Whether the client has, or gets with the tail, the head of the response."""
         return bool(self.state & BEGUN)
@@ -145,6 +157,15 @@ class HeldRecord:
     last: bytes
     past: PastResponse
 
+    def rest(self, num_taken: int) -> PastResponse | None:
+        """Return the response with the bytes that the kernel has not taken, as another gateway goes on with it; None if
+        none can. ``num_taken``: bytes that the kernel has taken from the connection."""
+        tail, past = self.missing(num_taken), self.past
+        if tail is None or past.is_known or past.is_over:
+            return None if tail is None else replace(past, tail=tail)
+        # The next gateway makes all of it, and the client must have nothing of another making.
+        return PastResponse(past.request, state=ARRIVED) if num_taken == self.base else None
+
     def missing(self, num_taken: int) -> bytes | None:
         """Return the bytes that the kernel has not taken; None if it has others than the stored ones.
 
@@ -155,11 +176,17 @@ class HeldRecord:
 
 
 class HeldTable:
-    """The slots. Processes that are forked from this one share them."""
+    """The slots, and which connections have no request in work. Processes that are forked from this one share both.
+
+    Attributes:
+        port: At which the gateway accepts connections; 0: none is known.
+    """
 
     def __init__(self, num_slots: int = MAX_HELD) -> None:
         self.memory = mmap.mmap(-1, max(num_slots, 1) * SLOT_BYTES)
         self.words = memoryview(self.memory).cast("Q")
+        # The port, and by descriptor the cookie of a connection and how many of its bytes were of ended requests.
+        self._idle = memoryview(mmap.mmap(-1, 16 * (_MOST_IDLE + 1))).cast("Q")
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))  # the one that was used last is next: its pages exist
         self._file_bytes = 0
@@ -169,6 +196,45 @@ class HeldTable:
         """Responses that have a slot."""
         return self._num_slots - len(self._free)
 
+    @property
+    def port(self) -> int:
+        return self._idle[0]
+
+    @port.setter
+    def port(self, port: int) -> None:
+        self._idle[0] = port
+
+    def note_idle(self, descriptor: int, cookie: int, num_received: int) -> None:
+        """Note that all ``num_received`` bytes that were read from a connection are of requests that have ended."""
+        if 0 <= descriptor < _MOST_IDLE:
+            self._idle[2 * descriptor + 2 : 2 * descriptor + 4] = memoryview(_PAIR.pack(cookie, num_received)).cast("Q")
+
+    def is_idle(self, descriptor: int) -> bool:
+        """Return whether a descriptor is a connection of a client of which nothing was read but requests that have
+        ended: another gateway may read on. Called once the gateway has ended."""
+        try:
+            if _option(descriptor, socket.SOL_SOCKET, socket.SO_PROTOCOL, 4) != _TCP_PROTOCOL:
+                return False
+            info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+            if info[0] != _ESTABLISHED or local_port(descriptor) != self.port:
+                return False
+            count = num_read(descriptor)
+            known = self._idle[2 * descriptor + 2 : 2 * descriptor + 4] if descriptor < _MOST_IDLE else ()
+            return not count or list(known) == [cookie_of(descriptor), count]
+        except OSError:  # no socket, or none of this kind
+            return False
+
+    def arrive(self, flow: ClientFlow, data: bytes) -> "HeldResponse | None":
+        """Store the first bytes of a request; return None where that cannot be."""
+        if not self._free or len(data) > REQUEST_BYTES or not self._can_hold(flow):
+            return None
+        return self._begin(flow, data, PastResponse(b"", state=ARRIVED))
+
+    def _can_hold(self, flow: ClientFlow) -> bool:
+        is_busy = isinstance(flow.transport, HeldResponse) or flow.transport.get_write_buffer_size()
+        has_left = flow.is_lost or flow.transport.is_closing()  # it has no descriptor then, or not for long
+        return not is_busy and not has_left
+
     def begin(
         self, flow: ClientFlow, asked: "AskedRequest", body: bytes | bytearray, past: PastResponse | None = None
     ) -> "HeldResponse | None":
@@ -176,9 +242,7 @@ class HeldTable:
 
         ``past``: what another gateway has done of it.
         """
-        is_busy = isinstance(flow.transport, HeldResponse) or flow.transport.get_write_buffer_size()
-        has_left = flow.is_lost or flow.transport.is_closing()  # it has no descriptor then, or not for long
-        if not self._free or is_busy or has_left:
+        if not self._free or not self._can_hold(flow):
             return None
         request = request_bytes(asked, body) if past is None else past.request
         if past is not None and len(past.tail) > _MOST_LEFT:
@@ -186,6 +250,10 @@ class HeldTable:
         file_bytes = len(request) if len(request) > REQUEST_BYTES else 0
         if not request or len(request) > MOST_REQUEST_BYTES or self._file_bytes + file_bytes > MOST_FILE_BYTES:
             return None
+        return self._begin(flow, request, past)
+
+    def _begin(self, flow: ClientFlow, request: bytes, past: PastResponse | None) -> "HeldResponse | None":
+        file_bytes = len(request) if len(request) > REQUEST_BYTES else 0
         descriptor: int = flow.transport.get_extra_info("socket").fileno()
         try:
             cookie, base = cookie_of(descriptor), num_taken(descriptor)
@@ -279,7 +347,8 @@ class HeldResponse:
         self.flow, self._transport = flow, flow.transport
         self._write = self._transport.write
         self._transport.set_write_buffer_limits(high=MOST_BUFFERED)
-        if past is None:
+        if past is None or not past.is_known:
+            self._state = 0 if past is None else past.state
             self._store_fixed("")
             self._store()
         else:
@@ -346,6 +415,34 @@ class HeldResponse:
         if request_id:
             self._state |= NAMED
         self._store_fixed(request_id)
+        self._store()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether another gateway can continue the response: more is stored than what has arrived of its request."""
+        return not self._state & ARRIVED
+
+    @property
+    def cookie(self) -> int:
+        """The kernel's name of the connection."""
+        return self._fixed[0]
+
+    def arrive(self, data: bytes) -> bool:
+        """Store what follows in the request. Return whether it has room."""
+        cookie, base, length, *others = self._fixed
+        end = length + len(data)
+        if self._is_closed or end > REQUEST_BYTES:
+            return False
+        at = self._slot * SLOT_BYTES
+        self._memory[at + _REQUEST_AT + length : at + _REQUEST_AT + end] = data
+        self._words[(at + _LENGTH_AT) // 8] = end  # one word: what was stored in part does not count
+        self._fixed = cookie, base, end, *others  # type: ignore[assignment]
+        return True
+
+    def know(self) -> None:
+        """Note that another gateway can continue the response from now on: the request has arrived as a whole."""
+        self._settle()
+        self._state &= ~ARRIVED
         self._store()
 
     def mark_followed(self) -> None:
@@ -468,6 +565,31 @@ def num_taken(descriptor: int) -> int:
         queued: int = struct.unpack("@i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0" * 4))[0]
         if acknowledged == _num_acknowledged(descriptor):
             return acknowledged + queued
+
+
+def num_read(descriptor: int) -> int:
+    """Return how many bytes of a TCP connection were read from the kernel. Raises ``OSError``."""
+    while True:
+        received = _num_received(descriptor)
+        unread: int = struct.unpack("@i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4))[0]
+        if received == _num_received(descriptor):
+            return received - unread
+
+
+def _num_received(descriptor: int) -> int:
+    info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    count: int = struct.unpack_from("@Q", info, _RECEIVED_AT)[0]
+    return count
+
+
+def local_port(descriptor: int) -> int:
+    """Return the port of a socket. Raises ``OSError``."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+    try:
+        name = connection.getsockname()
+    finally:
+        connection.detach()
+    return int(name[1]) if isinstance(name, tuple) else 0
 
 
 def _num_acknowledged(descriptor: int) -> int:

@@ -177,11 +177,14 @@ class HttpExchange:
         hold: Stores the response from now on for a gateway that would continue it, given the request's body; None: no
             gateway would.
         held: What stores it; None: nothing does.
+        let_go: Lets the request end with this gateway, if that is killed: answered once more by another one, it would
+            have effects twice. None: it does so in any case.
     """
 
     past: "PastResponse | None" = None
     hold: "Callable[[bytes | bytearray], HeldResponse | None] | None" = None
     held: "HeldResponse | None" = None
+    let_go: Callable[[], None] | None = None
     tenant: Tenant
     shaping: FairStage
     is_line = False

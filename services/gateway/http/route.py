@@ -48,6 +48,8 @@ class Route:
     """The form of its errors; None: OpenAI's."""
     is_admin: bool = False
     """Whether it needs an admin key; gateways without one do not have the route."""
+    is_pure: bool = False
+    """Whether a request that is answered twice has the effects of one. A GET has none in any case."""
     is_of_batches: bool = False
     """Whether it needs a directory for batches; gateways without one say so."""
 

@@ -247,7 +247,7 @@ def count_taken(registry: CollectorRegistry) -> Counter:
         "tokenloom_gateway_taken_responses",
         "HTTP responses of killed gateways that this one has taken over with their connections, by how much was "
         "written: nothing (not_begun), a part (begun) or all but what the kernel lacks (complete); or it could not be "
-        "continued (refused).",
+        "continued (refused), or no request was in work (idle).",
         ["state"],
         registry=registry,
     )

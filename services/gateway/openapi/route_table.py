@@ -71,9 +71,17 @@ CHAT = _route(
     _CHAT,
     streams=True,
     headers=_ASKING,
+    is_pure=True,
 )
 COMPLETIONS = _route(
-    "POST", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True, headers=_ASKING
+    "POST",
+    "/v1/completions",
+    "Continue prompts",
+    answers.Completion,
+    _COMPLETION,
+    streams=True,
+    headers=_ASKING,
+    is_pure=True,
 )
 RENDER_CHAT = _route(
     "POST",
@@ -81,6 +89,7 @@ RENDER_CHAT = _route(
     "What a conversation becomes: token ids and sampling parameters",
     tokens.RenderedRequest,
     _CHAT,
+    is_pure=True,
 )
 RENDER_COMPLETIONS = _route(
     "POST",
@@ -89,6 +98,7 @@ RENDER_COMPLETIONS = _route(
     tokens.RenderedRequest,
     _COMPLETION,
     answers_list=True,
+    is_pure=True,
 )
 DERENDER_CHAT = _route(
     "POST",
@@ -96,6 +106,7 @@ DERENDER_CHAT = _route(
     "A chat's answer of generated tokens",
     tokens.Derendered,
     tokens.DerenderChatRequest,
+    is_pure=True,
 )
 DERENDER_COMPLETIONS = _route(
     "POST",
@@ -103,6 +114,7 @@ DERENDER_COMPLETIONS = _route(
     "A completion's answer of generated tokens",
     tokens.Derendered,
     tokens.DerenderCompletionRequest,
+    is_pure=True,
 )
 GENERATE_TOKENS = _route(
     "POST",
@@ -112,6 +124,7 @@ GENERATE_TOKENS = _route(
     tokens.TokenGenerationRequest,
     streams=True,
     headers=_ASKING,
+    is_pure=True,
 )
 OF_TOKENS = (RENDER_CHAT, RENDER_COMPLETIONS, DERENDER_CHAT, DERENDER_COMPLETIONS, GENERATE_TOKENS)
 """What takes or gives token ids in place of texts."""
@@ -123,6 +136,7 @@ RESPONSES = _route(
     _RESPONSES,
     streams=True,
     headers=_ASKING,
+    is_pure=True,
 )
 RESPONSE = _route(
     "GET",
@@ -160,6 +174,7 @@ COMPACT_RESPONSE = _route(
     "Summarize a conversation, for later requests in its place",
     answers.Compaction,
     _RESPONSES,
+    is_pure=True,
 )
 TRANSCRIBE = _route(
     "POST",
@@ -169,6 +184,7 @@ TRANSCRIBE = _route(
     transcription.TranscriptionForm,
     is_form=True,
     streams=True,
+    is_pure=True,
 )
 TRANSLATE = _route(
     "POST",
@@ -178,6 +194,7 @@ TRANSLATE = _route(
     transcription.TranslationForm,
     is_form=True,
     streams=True,
+    is_pure=True,
 )
 _PAGE: Mapping[str, Mapping[str, Any]] = {
     "after": {"type": "string", "description": "Id of the last object of the page before."},
@@ -228,6 +245,7 @@ MESSAGES = _route(
     _MESSAGES,
     streams=True,
     error=answers.MessageErrorResponse,
+    is_pure=True,
 )
 COUNT_TOKENS = _route(
     "POST",
@@ -236,27 +254,41 @@ COUNT_TOKENS = _route(
     answers.TokenCount,
     CountTokensRequest,
     error=answers.MessageErrorResponse,
+    is_pure=True,
 )
 TOKENIZE = _route(
-    "POST", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest
+    "POST",
+    "/tokenize",
+    "Encode a prompt or a conversation",
+    answers.TokenizeResponse,
+    bodies.TokenizeRequest,
+    is_pure=True,
 )
-EMBEDDINGS = _route("POST", "/v1/embeddings", "Vectors of texts", pooling.EmbeddingList, pooling.EmbeddingRequest)
-CLASSIFY = _route("POST", "/classify", "Classes of texts", pooling.ClassificationList, pooling.ClassifyRequest)
-POOLING = _route("POST", "/pooling", "What a pooling task computes", pooling.PoolingList, pooling.PoolingRequest)
+EMBEDDINGS = _route(
+    "POST", "/v1/embeddings", "Vectors of texts", pooling.EmbeddingList, pooling.EmbeddingRequest, is_pure=True
+)
+CLASSIFY = _route(
+    "POST", "/classify", "Classes of texts", pooling.ClassificationList, pooling.ClassifyRequest, is_pure=True
+)
+POOLING = _route(
+    "POST", "/pooling", "What a pooling task computes", pooling.PoolingList, pooling.PoolingRequest, is_pure=True
+)
 SCORES = tuple(
-    _route("POST", path, "Relevance of texts to texts", pooling.ScoreList, pooling.ScoreRequest)
+    _route("POST", path, "Relevance of texts to texts", pooling.ScoreList, pooling.ScoreRequest, is_pure=True)
     for path in ("/score", "/v1/score")
 )
 RERANKS = tuple(
-    _route("POST", path, "Documents by their relevance", pooling.Ranking, pooling.RerankRequest)
+    _route("POST", path, "Documents by their relevance", pooling.Ranking, pooling.RerankRequest, is_pure=True)
     for path in ("/rerank", "/v1/rerank", "/v2/rerank")
 )
-DETOKENIZE = _route("POST", "/detokenize", "Decode token ids", answers.DetokenizeResponse, bodies.DetokenizeRequest)
+DETOKENIZE = _route(
+    "POST", "/detokenize", "Decode token ids", answers.DetokenizeResponse, bodies.DetokenizeRequest, is_pure=True
+)
 HEALTH = _route(
     "GET", "/health", "Whether the gateway can answer requests", answers.Status, may_be_away=True, is_open=True
 )
 PING = _route("GET", "/ping", "As /health", answers.Status, may_be_away=True, is_open=True)
-POST_PING = _route("POST", "/ping", "As /health", answers.Status, may_be_away=True, is_open=True)
+POST_PING = _route("POST", "/ping", "As /health", answers.Status, may_be_away=True, is_open=True, is_pure=True)
 VERSION = _route("GET", "/version", "Version of the gateway", answers.Version)
 LOAD = _route("GET", "/load", "Load of this gateway", answers.ServerLoad)
 SERVER_INFO = _route("GET", "/server_info", "The mesh behind this gateway", answers.ServerInfo)
@@ -434,6 +466,7 @@ OLLAMA_CHAT = _route(
     ollama.OllamaRequest,
     streams_lines=True,
     error=ollama.OllamaErrorResponse,
+    is_pure=True,
 )
 OLLAMA_GENERATE = _route(
     "POST",
@@ -443,6 +476,7 @@ OLLAMA_GENERATE = _route(
     ollama.OllamaRequest,
     streams_lines=True,
     error=ollama.OllamaErrorResponse,
+    is_pure=True,
 )
 OLLAMA_EMBED = _route(
     "POST",
@@ -451,6 +485,7 @@ OLLAMA_EMBED = _route(
     ollama.OllamaVectors,
     ollama.OllamaEmbedRequest,
     error=ollama.OllamaErrorResponse,
+    is_pure=True,
 )
 OLLAMA_EMBEDDINGS = _route(
     "POST",
@@ -459,6 +494,7 @@ OLLAMA_EMBEDDINGS = _route(
     ollama.OllamaVector,
     ollama.OllamaEmbedRequest,
     error=ollama.OllamaErrorResponse,
+    is_pure=True,
 )
 OLLAMA_SHOW = _route(
     "POST",
@@ -467,6 +503,7 @@ OLLAMA_SHOW = _route(
     ollama.OllamaModelDescription,
     ollama.OllamaModelRequest,
     error=ollama.OllamaErrorResponse,
+    is_pure=True,
 )
 OLLAMA_VERSION = _route("GET", "/api/version", "Version of Ollama's API", ollama.OllamaVersion)
 OLLAMA_TAGS = _route("GET", "/api/tags", "The served models, in Ollama's form", ollama.OllamaModelList)

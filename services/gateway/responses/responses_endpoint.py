@@ -56,6 +56,8 @@ class ResponsesEndpoint:
         if not request.is_background:
             run, endpoint = request.mcp, self.endpoint
             if run is not None:
+                if exchange.let_go is not None:
+                    exchange.let_go()  # its tools may have effects
                 endpoint = replace(endpoint, generator=self._rounds(run, held))
             elif held[0][2].fingerprint:
                 held = [self._named(held[0])]

@@ -312,6 +312,62 @@ async def test_a_whole_answer_is_made_by_the_next_gateway(socket_dir: Path) -> N
         await mesh.until_idle()
 
 
+async def test_calls_without_streams_are_made_by_the_next_gateway(socket_dir: Path) -> None:
+    """The gateway is killed in the midst of a response of the Responses API, of embeddings and of half a request."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "Wake me.", "max_output_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+        "/v1/embeddings": {"input": ["Once", "upon"]},
+    }
+    async with held_mesh(socket_dir, engine={**SLOW, "hash_step_seconds": 0.05}) as mesh:
+        async with victim(mesh, socket_dir) as gateway, gateway.http() as http:
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            writer.write(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: appl")
+            calls = [asyncio.create_task(http.post(path, json=body)) for path, body in bodies.items()]
+            await _kill_when_running(mesh, gateway)
+            body = json.dumps({"prompt": "Once upon a time"}).encode()
+            writer.write(b"ication/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            async with asyncio.timeout(SOON):
+                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                answers = [await call for call in calls]
+            writer.close()
+        assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+        async with mesh.http() as http:
+            texts = [_outputs((await http.post(path, json=body)).json()) for path, body in bodies.items()]
+        assert [_outputs(answer.json()) for answer in answers] == texts
+        assert await taken(mesh, "not_begun") >= 2
+        await mesh.until_idle()
+
+
+def _outputs(answer: Any) -> Any:
+    """What a call has computed."""
+    if "output" in answer:
+        return [part["text"] for item in answer["output"] for part in item["content"]]
+    return [each["embedding"] for each in answer["data"]]
+
+
+async def test_a_connection_without_a_request_goes_on(socket_dir: Path) -> None:
+    """As clients keep them between two requests: nothing is sent anew."""
+    async with held_mesh(socket_dir) as mesh, victim(mesh, socket_dir) as gateway, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        unused, unread = await asyncio.open_connection("127.0.0.1", gateway.port)
+        await _ask_on(reader, writer)
+        gateway.kill()
+        while await taken(mesh, "idle") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await _ask_on(reader, writer)
+        await _ask_on(unused, unread)
+        writer.close()
+        unread.close()
+
+
+async def _ask_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    assert MODEL.encode() in await reader.readexactly(length)
+
+
 async def _kill_when_running(mesh: Mesh, gateway: Victim) -> None:
     await mesh.until_running()
     gateway.kill()

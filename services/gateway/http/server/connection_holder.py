@@ -22,7 +22,6 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -36,6 +35,7 @@ from tokenloom.services.runtime.tasks import Tasks
 
 from ..client_flow import ResponseWriter
 from ..held_responses import (
+    ARRIVED,
     FOLLOWED,
     HeldRecord,
     HeldResponse,
@@ -43,6 +43,7 @@ from ..held_responses import (
     OutputEntry,
     PastResponse,
     cookie_of,
+    num_read,
     num_taken,
 )
 from ..http_exchange import HttpExchange
@@ -71,6 +72,10 @@ _PR_SET_NAME = 15
 _CLONE_FILES = 0x400
 _CLONE = {"x86_64": 56, "aarch64": 220}
 """Numbers of the system call by architecture."""
+
+
+IDLE = HeldRecord(-1, -1, 0, 0, 0, b"", PastResponse(b"", state=ARRIVED))
+"""Stands for a connection without a request: of each that the gateway has read, the client has the response."""
 
 
 def start_holder(directory: Path, name: str) -> HeldTable:
@@ -143,6 +148,9 @@ def _hold(table: HeldTable, directory: Path, gateway: int, parent: int) -> None:
         _wait_for_end(os.pidfd_open(gateway))
     records = table.records()
     held = [(record, connection) for record in records if (connection := _connection_of(record)) is not None]
+    busy = {connection.fileno() for _, connection in held}
+    # First in the list, last to be given: no client waits for an answer on them.
+    held[:0] = [(IDLE, socket.socket(fileno=each)) for each in _descriptors() - busy if table.is_idle(each)]
     try:
         above = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -176,6 +184,10 @@ def _close_all_but(keep: Iterable[int]) -> None:
     os.closerange(start, os.sysconf("SC_OPEN_MAX"))
 
 
+def _descriptors() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
 def _connection_of(record: HeldRecord) -> socket.socket | None:
     """Return the connection of a response that is not over; None if there is none: its descriptor may be another
     connection's by now."""
@@ -203,7 +215,8 @@ def _give_all(table: HeldTable, path: Path, held: list[tuple[HeldRecord, socket.
         while held and goes_on:
             record, connection = held.pop()
             # Whatever happens from here on, no second gateway may write on the connection.
-            table.mark_given(record.slot)
+            if record is not IDLE:
+                table.mark_given(record.slot)
             with connection:
                 goes_on = _give(peer, record, connection)
 
@@ -217,17 +230,16 @@ def _is_ours(peer: socket.socket) -> bool:
 
 def _give(peer: socket.socket, record: HeldRecord, connection: socket.socket) -> bool:
     """Give a connection away, or reset it if its response cannot be continued. Return whether the gateway goes on."""
-    tail = record.missing(num_taken(connection.fileno()))
-    if tail is None:
+    past = IDLE.past if record is IDLE else record.rest(num_taken(connection.fileno()))
+    if past is None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         return True
-    past = replace(record.past, tail=tail)
-    if past.is_over and not tail:
-        return True
+    if past.is_over and not past.tail:
+        past = IDLE.past
     about = _described(past)
     try:
-        socket.send_fds(peer, [_LENGTHS.pack(len(about), len(past.request), len(tail))], [connection.fileno()])
-        peer.sendall(about + past.request + tail)
+        socket.send_fds(peer, [_LENGTHS.pack(len(about), len(past.request), len(past.tail))], [connection.fileno()])
+        peer.sendall(about + past.request + past.tail)
         return peer.recv(1) == _TAKEN
     except OSError:
         return False
@@ -326,7 +338,7 @@ class HeldProtocol(HttpProtocol):
 
     Attributes:
         found: How much there was of the response of another gateway: ``not_begun``, ``begun``, ``complete``, or
-            ``refused`` if it cannot be continued.
+            ``refused`` if it cannot be continued; ``idle`` if there was no request.
     """
 
     def __init__(
@@ -337,6 +349,8 @@ class HeldProtocol(HttpProtocol):
         self._table = table
         self._past = past
         self._latest: HeldResponse | None = None
+        self._arrives = False  # whether the latest one stores what arrives of a request
+        self._num_received = 0
         self._ends = past is not None and bool(past.state & FOLLOWED)  # with the next response
         self._goes_on = False  # while the request of a response that has begun is read again
         self.found = "refused"
@@ -347,21 +361,49 @@ class HeldProtocol(HttpProtocol):
         super().connection_made(transport)
         past, self._past = self._past, None
         if past is not None and not self._is_leaving:
+            self._num_received = num_read(self.transport.get_extra_info("socket").fileno())
             self.found = self._go_on(past)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._latest is not None:
+            self._latest.close()
+        super().connection_lost(exc)
 
     def end_response(self, *, keep_alive: bool, lingers: bool) -> None:
         # Now: the task may run on while the next response is written.
         if self._latest is not None:
             self._latest.close()
+            self._arrives = False
         # What the client has sent behind its request was read by the gateway that was killed. A client that is answered
         # nothing would wait; one whose connection ends sends it again.
-        super().end_response(keep_alive=keep_alive, lingers=lingers or self._ends)
+        lingers = lingers or self._ends
+        super().end_response(keep_alive=keep_alive, lingers=lingers)
+        if keep_alive and not lingers and self._latest is not None and self._is_between_requests:
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            self._table.note_idle(descriptor, self._latest.cookie, self._num_received)
+
+    @property
+    def _is_between_requests(self) -> bool:
+        is_reading = self._in_head or self._framing_bytes or self._held or self._is_leaving
+        return self._answered is None and not self._pipeline and not is_reading
 
     def data_received(self, data: bytes) -> None:
         # Here: what waits for a turn of the event loop is read, and is lost with this process.
-        if self._latest is not None:
-            self._latest.mark_followed()
+        self._num_received += len(data)
+        latest = self._latest
+        if self._arrives and latest is not None:
+            if not latest.arrive(data):
+                self._let_go()
+        elif self._is_between_requests and (latest is None or latest.free_if_taken()):
+            self._latest = self._table.arrive(self.flow, data)
+            self._arrives = self._latest is not None
+        elif latest is not None:
+            latest.mark_followed()
         super().data_received(data)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._arrives = False
 
     def _refuse(self, status: bytes, text: bytes, reason: str) -> None:
         if self._goes_on:
@@ -371,7 +413,11 @@ class HeldProtocol(HttpProtocol):
             super()._refuse(status, text, reason)
 
     def _start(self, exchange: HttpExchange) -> None:
-        exchange.hold = partial(self._hold, exchange)
+        exchange.hold, exchange.let_go = partial(self._hold, exchange), self._let_go
+        # A client of HTTP/1.0 takes the end of its connection for that of the response, and one that waits for
+        # permission to send its body gets it once.
+        if self._expects_continue or not cast(ResponseWriter, exchange.response).speaks_1_1:
+            self._let_go()
         super()._start(exchange)
 
     def _on_answered(self, exchange: HttpExchange, task: "asyncio.Task[None]") -> None:
@@ -379,15 +425,30 @@ class HeldProtocol(HttpProtocol):
             exchange.held.close()
         super()._on_answered(exchange, task)
 
+    def _let_go(self) -> None:
+        """Store no more what has arrived of a request: answered once more, it would have effects twice, or it is too
+        large."""
+        if self._latest is not None and not self._latest.is_known:
+            self._latest.close()
+            self._latest = None
+        self._arrives = False
+
     def _hold(self, exchange: HttpExchange, body: bytes | bytearray) -> HeldResponse | None:
         if exchange.past is not None:
             return exchange.held
+        has_more = bool(self._in_head or self._held)
         if self._pipeline or exchange.body.files is not None or not cast(ResponseWriter, exchange.response).speaks_1_1:
+            self._let_go()
             return None
+        if (latest := self._latest) is not None and not latest.is_known:
+            if not has_more:
+                latest.know()
+                return latest
+            self._let_go()  # what follows the request is stored with it
         if self._latest is not None and not self._latest.free_if_taken():
             return None
         held = self._latest = self._table.begin(self.flow, exchange, body)
-        if held is not None and (self._in_head or self._held):
+        if held is not None and has_more:
             held.mark_followed()
         return held
 
@@ -399,6 +460,8 @@ class HeldProtocol(HttpProtocol):
             is_last = _ASKS_FOR_END in past.request.partition(b"\r\n\r\n")[0].lower()
             self.end_response(keep_alive=not is_last, lingers=False)
             return "complete"
+        if not past.is_known:
+            return self._read_again(past.request)
         self._goes_on = past.has_begun
         self._receive(past.request)
         self._goes_on = False
@@ -414,3 +477,13 @@ class HeldProtocol(HttpProtocol):
         cast(ResponseWriter, exchange.response).go_on()
         self.transport.write(past.tail)  # not by what stores the response, which has the tail
         return "begun"
+
+    def _read_again(self, data: bytes) -> str:
+        """Read what another gateway has read of a request that it has not answered; empty: of none."""
+        if data:
+            self._num_received -= len(data)
+            self.data_received(data)
+            return "not_begun"
+        self._stop_framing_timer()
+        self.end_response(keep_alive=True, lingers=False)
+        return "idle"

@@ -15,6 +15,7 @@ import pytest
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientFlow
 from tokenloom.services.gateway.http.held_responses import (
+    ARRIVED,
     BEGUN,
     CHUNKED,
     FOLLOWED,
@@ -332,6 +333,40 @@ async def test_what_was_given_away_is_given_to_no_other() -> None:
         held.close()
         connection.begin(table)
         assert only(table.records()).past.state == 0
+
+
+async def test_a_response_to_what_has_arrived_is_made_once_more_or_ends() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        held = table.arrive(connection.flow, b"POST /a HTTP/1.1")
+        assert held is not None
+        assert held.arrive(b"\r\nhost: here\r\n\r\n")
+        record = only(table.records())
+        assert record.past.request == b"POST /a HTTP/1.1\r\nhost: here\r\n\r\n"
+        assert not held.arrive(b"x" * (14 << 10))
+        again = PastResponse(record.past.request, state=ARRIVED)
+        assert record.rest(record.base) == again
+        connection.flow.transport.write(HEAD)
+        record = only(table.records())
+        assert record.rest(record.base) == again  # the client has nothing of it
+        assert record.rest(record.base + 1) is None
+        assert record.rest(record.base + record.total) is None
+        connection.flow.transport.write(END)
+        record = only(table.records())
+        rest = record.rest(record.base + 1)
+        assert rest is not None
+        assert (rest.is_over, rest.tail) == (True, (HEAD + END)[1:])
+        held.close()
+        await asyncio.sleep(0)
+        assert not held.arrive(b"late")
+        held = table.arrive(connection.flow, b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert held is not None
+        held.know()
+        connection.flow.transport.write(HEAD)
+        record = only(table.records())
+        rest = record.rest(record.base + record.total)
+        assert rest is not None
+        assert rest.has_begun
 
 
 @pytest.mark.parametrize("size", [5, MOST_AT_ONCE, RING_BYTES - MOST_AT_ONCE])

@@ -32,6 +32,10 @@ HELD_REQUEST = b"POST /held HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 _LENGTHS = struct.Struct(">III")
 
 
+TABLES: list[HeldTable] = []
+"""Of all servers; the last one is that of the server that runs."""
+
+
 async def answer(exchange: HttpExchange) -> None:
     """Answer whole, or continue what has begun."""
     if exchange.path == "/slow":
@@ -39,6 +43,10 @@ async def answer(exchange: HttpExchange) -> None:
         while exchange.response.is_open:
             await exchange.write(b"a piece")
             await asyncio.sleep(0)
+    elif exchange.path == "/effects":
+        assert exchange.let_go is not None
+        exchange.let_go()
+        await exchange.respond(200, str(TABLES[-1].num_held).encode())
     elif exchange.path == "/late":
         assert exchange.hold is not None
         exchange.held = exchange.hold(b"")
@@ -57,6 +65,7 @@ async def answer(exchange: HttpExchange) -> None:
 @asynccontextmanager
 async def serving(limit: int = 4) -> AsyncIterator[tuple[HttpServer, HeldTable]]:
     table, budget = HeldTable(4), AdmissionLimit(1 << 20)
+    TABLES.append(table)
     server = HttpServer(answer, "127.0.0.1:0", budget=budget, connections=Connections(limit, limit), insecure=False)
     server.hold(partial(HeldProtocol, table=table))
     serve = asyncio.create_task(server.serve())
@@ -126,9 +135,89 @@ async def test_a_part_of_a_further_request_is_noted_too() -> None:
         with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
             client.send(HELD_REQUEST + b"POST /a HTTP")
             async with asyncio.timeout(SOON):
-                while not (records := list(table.records())):  # noqa: ASYNC110
+                while not (records := [each for each in table.records() if each.past.is_known]):  # noqa: ASYNC110
                     await asyncio.sleep(0)
             assert records[0].past.state & FOLLOWED
+
+
+async def test_what_has_arrived_of_a_request_goes_on_elsewhere() -> None:
+    """Its rest comes on the same connection, also where the head alone was read, or a part of it."""
+    for request in (REQUEST, SLOW_REQUEST.replace(b"slow", b"a")):
+        for size in (1, 20, len(request) - 1, len(request)):
+            async with serving() as (server, table), serving() as (other, _):
+                with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+                    client.setblocking(False)
+                    client.send(request[:size])
+                    async with asyncio.timeout(SOON):
+                        while not (records := list(table.records())) or table_has_less(records[0], size):  # noqa: ASYNC110
+                            await asyncio.sleep(0)
+                        past = records[0].rest(records[0].base)
+                        assert past is not None
+                        assert (past.request, past.is_known, past.has_begun) == (request[:size], False, False)
+                        ours = socket.socket(fileno=os.dup(records[0].descriptor))
+                        for each in tuple(server._server.server_state.connections):
+                            each.transport.abort()  # type: ignore[attr-defined]
+                        assert await other.take(past, ours) == "not_begun"
+                        client.send(request[size:])
+                        assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def port_of(server: HttpServer) -> int:
+    return int(server.address.rpartition(":")[2])
+
+
+def table_has_less(record: Any, size: int) -> bool:
+    return len(record.past.request) < size
+
+
+async def test_a_request_of_which_a_repeat_would_act_twice_ends_with_its_gateway() -> None:
+    async with serving() as (server, table):
+        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+            client.setblocking(False)
+            client.send(REQUEST.replace(b"/a", b"/effects"))
+            assert (await received(client, b"0")).endswith(b"\r\n\r\n0")  # nothing is held while it is answered
+            client.send(b"POST /a HTTP/1.0\r\nhost: here\r\n\r\n")
+            await received(client, b"POST")
+            async with asyncio.timeout(SOON):
+                while table.num_held:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+
+
+async def test_a_connection_without_a_request_is_idle() -> None:
+    """So another gateway may read on; while a request is in work, and where a part of one was read, none may."""
+    async with serving() as (server, table):
+        table.port = port_of(server)
+        with socket.create_connection(("127.0.0.1", table.port)) as client:
+            client.setblocking(False)
+            async with asyncio.timeout(SOON):
+                while not (found := idle_ones(table)):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                (descriptor,) = found
+                for _ in range(2):
+                    client.send(REQUEST)
+                    await received(client, b"POST")
+                    assert idle_ones(table) == [descriptor]
+                client.send(SLOW_REQUEST.replace(b"slow", b"held"))
+                while not table.num_held:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                assert idle_ones(table) == []
+        table.port += 1
+        with socket.create_connection(("127.0.0.1", port_of(server))):
+            await asyncio.sleep(0.01)
+            assert idle_ones(table) == []  # of another listener
+
+
+def idle_ones(table: HeldTable) -> list[int]:
+    return sorted(each for each in connection_holder._descriptors() if table.is_idle(each))
+
+
+async def test_an_idle_connection_is_served_by_the_next_gateway() -> None:
+    async with serving() as (server, _):
+        with connection() as (ours, client):
+            assert await server.take(connection_holder.IDLE.past, ours) == "idle"
+            for _ in range(2):
+                client.send(REQUEST)
+                assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 async def test_what_waits_for_a_turn_of_the_event_loop_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ class EngineCore:
         self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
         # First, so that the time of a step does not hold what the core does with its results.
-        self.scheduler.note_step_time(step.scheduled, result, self._watchdog.ended())
+        self.scheduler.note_step_time(step.scheduled, self._watchdog.ended())
         if step.transfers is not None:
             # As soon as the step has ended: a reader on another engine waits for these tokens.
             step.transfers.step_ended()

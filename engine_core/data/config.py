@@ -285,9 +285,9 @@ class SchedulerConfig(Struct, frozen=True):
     max_num_batched_tokens: Annotated[Count, "Token budget of a step."] = 2048
     prefill_tokens_beside_decode: Annotated[
         Count | None,
-        "Prompt tokens in a step in which other requests decode. More if they delay these by 60 ms together at most, "
-        "or if many prompts wait for few requests that decode; as few as half if they delay each of these by more than "
-        "80 ms. none: no limit.",
+        "Prompt tokens in a step in which other requests decode, until the costs of both are measured. Then prompts "
+        "may slow down those that decode as much as they are slowed down themselves; half as many, and 60 ms for all "
+        "that decode together, are always allowed. none: no limit.",
     ] = None
     enable_chunked_prefill: Annotated[bool, "Let the prefill of a prompt take several steps."] = True
     async_scheduling: Annotated[

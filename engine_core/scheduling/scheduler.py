@@ -12,13 +12,13 @@ from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..data.request import Request, RequestStatus, finish_status
-from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.kv_manager import KVManager, make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..structured_output.compiler import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
 from .adapters import Adapters
-from .drafts import Drafts, num_unproposed
+from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .live_requests import LiveRequests
 from .media_rows import RowStore
@@ -338,11 +338,16 @@ class Scheduler:
             self._in_flight.begin(scheduled, self.running)
         return scheduled
 
-    def note_step_time(self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
+    def note_step_time(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Learn how long a step took, before its result is processed."""
-        if self._planner.prompt_share is not None:
-            num_computed = scheduled.total_num_scheduled_tokens - num_unproposed(scheduled, result)
-            self._planner.prompt_share.observe(num_computed, seconds)
+        if (share := self._planner.prompt_share) is None:
+            return
+        counts, drafts, num_prompt_tokens = scheduled.num_scheduled_tokens, scheduled.draft_token_ids, 0
+        if scheduled.total_num_scheduled_tokens > len(counts):  # otherwise each row has one token
+            num_prompt_tokens = sum(
+                count for request_id, count in counts.items() if count > 1 and request_id not in drafts
+            )
+        share.observe(num_prompt_tokens, seconds, beside_others=1 in counts.values() or bool(drafts))
 
     def update_from_connector(self, output: KVConnectorOutput) -> None:
         """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""

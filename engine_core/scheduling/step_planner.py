@@ -1,10 +1,9 @@
-"""Plans a step: running requests continue, then waiting ones begin, as far as tokens, rows and blocks reach; decides
-how many prompt tokens a step may compute while other requests decode."""
+"""Plans a step: running requests continue, then waiting ones begin, as far as tokens, rows and blocks reach."""
 
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from ..data.config import SchedulerConfig
 from ..data.embedding_rows import EmbedsSpan
@@ -15,66 +14,16 @@ from ..kv_cache.kv_manager import KVManager
 from .adapters import Adapters
 from .live_requests import Admission, LiveRequests
 from .remote_kv import RemoteKV
-from .seats import PromptTurns, cost_per_token, count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
+from .seats import (
+    PromptShare,
+    PromptTurns,
+    cost_per_token,
+    count_seats,
+    index_to_preempt,
+    rows_to_defer,
+    seat_to_take_back,
+)
 from .stats_recorder import StatsRecorder
-
-# A fixed 128 tokens a step made a burst of 32 prompts of 128 tokens take some 40 slow steps and its last first token 8
-# s instead of 4; no limit made the p99 between tokens 2.8 s instead of 0.6. Beside one or two requests, chunks of 128
-# cost a prompt of 900 tokens 20 ms of its first token and helped the others little.
-_DELAY = 0.06
-"""Seconds by which a step's prompt tokens may delay the next tokens of all decoding requests together."""
-# With 64 prompts of 900 tokens at once and equal weights the engine made 1.17 times vLLM's requests a second; with 2 it
-# makes 1.2 times, and the p99 between tokens of 32 streams stays at 24 ms.
-_BEHIND = 2
-"""How many requests that decode weigh as much, against this delay, as a prompt that waits behind another one."""
-# A step of qwen3-0.6b with 128 prompt tokens beside 32 streams took twice the time of one without a prompt, and three
-# times during a burst.
-_PAUSE = 0.08
-"""Seconds by which they may delay each of these tokens, however many requests decode. A slow model computes half of
-the least number of tokens all the same: fewer would cost more than they save."""
-_WEIGHT = 1 / 8
-
-
-# Against 128 tokens for each prompt that waits (tiny-fp32, two cores, 192 prompts in 32 streams): p99 between tokens 25
-# ms instead of 67, median time to the first token 48 ms instead of 206, 0.91 of the tokens/s.
-class PromptShare:
-    """Learns how fast prompts are computed, so that a fast model computes a prompt beside few others in few chunks, and
-    the chunks of a slow one stay short."""
-
-    def __init__(self, least: int) -> None:
-        """``least``: prompt tokens that a step may compute, half as many on a slow model."""
-        self._least = least
-        self._rate = 0.0  # tokens a second, of steps whose time their tokens make
-        self._seconds = 0.0  # of other steps
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step that has ended. Steps of fewer tokens than ``least`` take the time of reading weights."""
-        # A decode step of few rows takes the time of reading the weights, so its rate would say that prompts are slow.
-        if num_tokens >= self._least and seconds > 0:
-            rate = num_tokens / seconds
-            self._rate += _WEIGHT * (rate - self._rate) if self._rate else rate
-        elif seconds > 0:
-            self._seconds += _WEIGHT * (seconds - self._seconds) if self._seconds else seconds
-
-    def most_beside_others(self) -> int:
-        """Return the prompt tokens of one tenant that a step may compute beside another one that decodes: as many as
-        take the time of a step without any, so that each of the two has half of the time."""
-        return max(self._least // 2, int(self._rate * self._seconds), 1)
-
-    def num_tokens(self, num_decoding: int, num_prompts: int) -> int:
-        """Return the prompt tokens of a step beside ``num_decoding`` requests (at least 1) while ``num_prompts`` wait.
-
-        Each token delays the requests that decode and brings the prompts that wait forward. Where these outweigh the
-        others n times, the step may compute n times as many tokens.
-        """
-        within_delay = int(self._rate * _DELAY / num_decoding)
-        least = self._least
-        if self._rate:
-            least = max(-(-least // 2), min(least, int(self._rate * _PAUSE)))
-        return max(
-            least * max(num_decoding, num_prompts) // num_decoding,
-            within_delay * max(num_decoding, 1 + _BEHIND * (num_prompts - 1)) // num_decoding,
-        )
 
 
 class PauseState(enum.IntEnum):
@@ -231,12 +180,17 @@ class StepPlanner:
         self._fewest_of_prompt = 0 if kv.states is None else kv.states.most_of_chunk
         self._remote = remote
         self._recorder = recorder
+        self._clock = clock
         self._max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         least = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self.prompt_share = PromptShare(least) if least is not None else None
-        """Limits the prompt tokens of a step in which other requests decode; None: nothing does."""
+        """Limits the prompt tokens of a step, and orders prompts; None: nothing does."""
+        self._left_of_gap = 0
+        """Prompt tokens that may still be computed before those that decode get their next token; 0: none are held."""
+        self._full_at = 0
+        """When a request last waited for a seat, on ``clock``."""
         self.admission = Admission(live, kv, remote, config, clock, adapters)
         self._has_deferred = False
         self._crowded: str | None = None
@@ -250,6 +204,8 @@ class StepPlanner:
         """Whether a running request may have a rest of its prompt to compute."""
         self._advanced = set[str]()
         """The tenants of which a prompt gets on in this step; kept while there are grants."""
+        self._shares: dict[str, int] | None = None
+        """What each begun prompt may compute in this step; None: as much as there is, from the first one on."""
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
@@ -266,18 +222,22 @@ class StepPlanner:
             self._crowded = None
         others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
         takes_turns = self._prompt_turns is not None and (self._live.are_several or self._live.num_costly)
-        num_prompts = self._count_prompts() if takes_turns else None
-        budget = self._token_budget(num_prompts) if self._running else self._max_tokens
-        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else budget)
+        begun = self._begun_prompts() if self._has_rest else []
+        prompts = begun if self.prompt_share is None else self._prompts_by_slowdown(self.prompt_share, begun)
+        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget(begun, prompts))
+        held = self._decoding(begun) if self._left_of_gap else frozenset[str]()
         self._grants = None
-        if self._prompt_turns is not None and takes_turns and (num_prompts or self._waiting):
+        if self._prompt_turns is not None and takes_turns and (begun or self._waiting):
             heads = self._waiting.heads(None) if self._waiting else ()
             share = self.prompt_share if self._live.num_costly else None
             beside_others = None if share is None else share.most_beside_others()
             self._grants = self._prompt_turns.deal(plan.budget, self._running, heads, beside_others)
             self._advanced.clear()
+        self._shares = None
+        if begun and len(prompts) > 1:
+            self._shares = self._deal(prompts, plan.budget - (0 if held else len(self._running) - len(begun)))
         if self._running:
-            self._plan_running(plan, deferred | others)
+            self._plan_running(plan, deferred | others | held)
         # A step that had to preempt admits no one: a newcomer would take the blocks that the victim has just given up.
         has_room = not plan.preempted_req_ids
         # After has_room is read: a seat that was taken back is meant for a waiting request of this very step.
@@ -290,8 +250,11 @@ class StepPlanner:
             # begun is left, and these had begun.
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
         if deferred and len(self._running) <= num_running:  # no request began, so there is no reason to leave any out
-            left_out = others.union(plan.num_scheduled_tokens)
+            left_out = others.union(plan.num_scheduled_tokens, held)
             self._plan_running(plan, left_out, may_preempt=not plan.num_scheduled_tokens)
+        if held and not plan.num_scheduled_tokens:  # no prompt could get on, so there is no reason to hold any
+            self._left_of_gap = 0
+            self._plan_running(plan, others)
         return plan
 
     def requeue(self, request: Request, status: RequestStatus) -> None:
@@ -355,40 +318,83 @@ class StepPlanner:
         """Return how many requests of each tenant run or load KV."""
         return count_seats(self._running if self._remote is None else chain(self._running, self._remote.waiting))
 
-    def _token_budget(self, num_prompts: int | None) -> int:
+    def _token_budget(self, begun: Sequence[Request], prompts: Sequence[Request]) -> int:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
-        next token of every decoding request. Never fewer than there are running requests, of which each gets one.
+        next token of every decoding request. Never fewer than there are requests that the step does not hold.
 
-        ``num_prompts``: of the running requests, if prompts take turns.
+        ``begun``: the running requests that compute prompts; ``prompts``: those and the ones that may begin now.
         """
-        if self.prompt_share is None:
+        share, num_left = self.prompt_share, self._left_of_gap
+        self._left_of_gap = 0
+        if share is None:
             return self._max_tokens
-        if num_prompts is None:
-            num_prompts = 0
-            # The last ones: a prompt that takes several steps leaves nothing to those behind it. With priorities, there
-            # may be a few among the others.
-            for request in reversed(self._running):
-                if request.num_missing_tokens <= 1:
-                    break
-                num_prompts += 1
-        num_decoding = len(self._running) - num_prompts
+        num_decoding = len(self._running) - len(begun)
+        fewest = len(begun) + self._fewest_of_prompt
+        if not prompts:  # what is left over is for drafts
+            return min(self._max_tokens, num_decoding + max(fewest, share.least))
+        at_once = share.most_at_once()
         if not num_decoding:
-            return self._max_tokens
-        # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
-        num_waiting = min(len(self._waiting), self._max_num_seqs - len(self._running))
-        share = self.prompt_share.num_tokens(num_decoding, num_prompts + num_waiting)
-        if self._live.are_several and num_prompts + num_waiting and self._delays_others():
-            share = min(share, self.prompt_share.most_beside_others())
-        return min(self._max_tokens, num_decoding + max(num_prompts + self._fewest_of_prompt, share))
+            return min(self._max_tokens, max(fewest, at_once))
+        num_tokens = min(self._max_tokens, share.num_tokens(num_decoding, prompts, self._clock(), self._full_at))
+        if self._live.are_several and self._delays_others():
+            num_tokens = min(num_tokens, share.most_beside_others())
+        if num_left:
+            num_tokens = min(num_tokens, num_left)
+        # In steps of their own the first prompts of a burst have their first tokens before the last ones are computed,
+        # and those that decode wait no longer than for one large step.
+        if num_tokens >= 2 * at_once and self._num_stages == 1:
+            self._left_of_gap = num_tokens - at_once
+            return min(self._max_tokens, max(fewest, at_once, num_decoding))
+        return min(self._max_tokens, num_decoding + max(fewest, num_tokens))
 
-    def _count_prompts(self) -> int:
-        """Return how many of the running requests compute prompts, wherever they stand: a short prompt of another
-        tenant begins and ends beside long ones, and then decodes behind them."""
-        if not self._has_rest:
-            return 0
-        count = sum(request.num_missing_tokens > 1 for request in self._running)
-        self._has_rest = count > 0
-        return count
+    def _begun_prompts(self) -> list[Request]:
+        """Return the running requests that compute prompts, wherever they stand: a short prompt begins and ends beside
+        long ones, and then decodes behind them."""
+        begun = [
+            request
+            for request in self._running
+            # The last token of a prompt may be the only one that is missing.
+            if request.num_missing_tokens > 1 or request.kv.num_computed_tokens < request.num_prompt_tokens
+        ]
+        self._has_rest = bool(begun)
+        return begun
+
+    def _prompts_by_slowdown(self, share: PromptShare, begun: list[Request]) -> list[Request]:
+        """Return the ``begun`` prompts and those that may begin now, the most urgent one first."""
+        # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
+        num_free = self._max_num_seqs - len(self._running)
+        prompts, num_tokens = begun, 0
+        if self._waiting and num_free <= 0:
+            self._full_at = self._clock()
+        elif self._waiting:
+            prompts = begun.copy()
+            for request in islice(self._waiting, num_free):
+                prompts.append(request)
+                num_tokens += request.num_missing_tokens
+                if num_tokens >= 2 * self._max_tokens:  # more do not change how it is divided
+                    break
+        return share.by_slowdown(prompts, self._clock()) if len(prompts) > 1 else prompts
+
+    def _decoding(self, begun: Sequence[Request]) -> frozenset[str]:
+        """Return the ids of the running requests that compute no prompt."""
+        return frozenset(request.request_id for request in self._running).difference(
+            request.request_id for request in begun
+        )
+
+    def _deal(self, prompts: Sequence[Request], budget: int) -> dict[str, int]:
+        """Return what each of ``prompts`` may compute, the first one as much as it needs. What is dealt to those that
+        wait is left for them, however long the prompts are that have begun."""
+        grants = None if self._grants is None else self._grants.copy()
+        shares: dict[str, int] = {}
+        for request in prompts:
+            num_tokens = min(request.num_missing_tokens, budget)
+            if grants is not None:
+                cost = cost_per_token(request)
+                num_tokens = min(num_tokens, max(grants[request.tenant], 0) // cost)
+                grants[request.tenant] -= num_tokens * cost
+            shares[request.request_id] = num_tokens
+            budget -= num_tokens
+        return shares
 
     def _delays_others(self) -> bool:
         """Return whether the tenant of a prompt delays another one that decodes."""
@@ -454,6 +460,8 @@ class StepPlanner:
         if self._grants is not None:
             # At least one token, so that it gets on.
             num_tokens = max(min(num_tokens, self._grants[request.tenant] // cost_per_token(request)), 1)
+        if self._shares is not None and request.status is RequestStatus.RUNNING:
+            num_tokens = max(min(num_tokens, self._shares.get(request.request_id, 1)), 1)
         cut = 0  # a chunk that may end anywhere
         if kv.prompt_embeds and kv.num_computed_tokens < kv.prompt_embeds[0].position:
             num_before = kv.prompt_embeds[0].position - kv.num_computed_tokens

@@ -1,5 +1,6 @@
 """Makes and steps a scheduler without a worker."""
 
+from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_counts, check_scheduler
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
@@ -49,3 +50,72 @@ def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, lis
     outputs = scheduler.results.apply(scheduled, result)
     check_scheduler(scheduler)
     return scheduled, outputs
+
+
+class TimedSteps:
+    """Steps a scheduler under a virtual clock; a step takes what its tokens cost, about as on two processors.
+
+    Attributes:
+        now: Seconds.
+        first: Seconds from the arrival of each request to its first token.
+        gaps: Seconds between two tokens of a request, of all requests.
+        num_tokens: Output tokens of all requests.
+    """
+
+    def __init__(self, decode: float, row: float, token: float, **settings: object) -> None:
+        """``decode``: seconds of a step in which requests decode, ``row``: those of each of them; ``token``: those of a
+        prompt token. ``settings``: those of the scheduler."""
+        self.now, self.first, self.gaps, self.num_tokens = 0.0, dict[str, float](), list[float](), 0
+        self._decode, self._row, self._token = decode, row, token
+        defaults = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "prefill_tokens_beside_decode": 128}
+        config = SchedulerConfig(**defaults | settings)  # type: ignore[arg-type]
+        cache = CacheConfig(block_size=16)
+        engine = EngineConfig(worker=WorkerConfig(model=""), cache=cache, scheduler=config)
+        self.scheduler = Scheduler(engine, KVCacheConfig(8000, 20000), lambda: round(self.now * 1e9) + 1)
+        if (share := self.scheduler._planner.prompt_share) is not None:
+            share.observe(2048, 2048 * token)
+            share.observe(0, decode + row)
+        self._arrived: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+
+    def add(self, name: str, num_tokens: int, max_tokens: int, tenant: str = "") -> None:
+        """Add a request that arrives now, with a prompt that begins as no other one does."""
+        self._arrived[name] = self.now
+        prompt = [len(self._arrived) % 50, len(self._arrived) // 50, *[1] * (num_tokens - 2)]
+        self.scheduler.add_request(make_request(name, prompt, max_tokens, tenant=tenant))
+
+    def arrived(self, at: float) -> None:
+        """Let the request that was added last have arrived at a time before now, while a step ran."""
+        name = next(reversed(self._arrived))
+        self._arrived[name] = at
+        self.scheduler.requests[name].times.arrival_ns = round(at * 1e9) + 1
+
+    def step(self) -> SchedulerOutput:
+        """Run a step, and wait for as long as it takes."""
+        scheduled = self.scheduler.schedule()
+        requests = [self.scheduler.requests[each] for each in scheduled.num_scheduled_tokens]
+        counts = scheduled.num_scheduled_tokens.values()
+        num_decoding = sum(each.first_output_sent for each in requests)
+        num_prompt_tokens = sum(counts) - num_decoding
+        seconds = (self._decode + self._row * num_decoding if num_decoding else 0.0) + self._token * num_prompt_tokens
+        self.now += seconds
+        self.scheduler.note_step_time(scheduled, seconds)
+        sampled = [[50] if each.kv.num_computed_tokens == each.num_tokens else [] for each in requests]
+        result = ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled)
+        for output in self.scheduler.results.apply(scheduled, result):
+            self._note(output)
+        return scheduled
+
+    def _note(self, output: EngineCoreOutput) -> None:
+        name = output.request_id
+        self.num_tokens += len(output.new_token_ids)
+        if name in self.first:
+            self.gaps.append(self.now - self._last[name])
+        else:
+            self.first[name] = self.now - self._arrived[name]
+        self._last[name] = self.now
+
+    def finish(self) -> None:
+        """Run until no request is left."""
+        while self.scheduler.requests:
+            self.step()

@@ -103,6 +103,7 @@ def random_scheduler(rng: random.Random) -> tuple[Scheduler, int]:
     )
     if (share := scheduler._planner.prompt_share) is not None and rng.random() < 0.7:
         share.observe(1 << 20, (1 << 20) / rng.choice([1.0, 40.0, 800.0, 1e6]))
+        share.observe(0, rng.choice([1e-6, 0.01, 3.0]))
     return scheduler, depth
 
 

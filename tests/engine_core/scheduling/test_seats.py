@@ -15,7 +15,6 @@ from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.planned_steps import make_scheduler, step
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.request import Request
-from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.engine_core.scheduling.seats import COSTLY_ROWS, ROW_COST, index_to_preempt
@@ -385,21 +384,25 @@ def test_the_first_prompt_of_a_tenant_gets_all_that_its_prompts_may_cost() -> No
     assert step(scheduler)[0].num_scheduled_tokens == {"a1": 1, "a2": 5}
 
 
+def note_costs(scheduler: Scheduler) -> None:
+    """Let a scheduler know a model that computes 2,000 prompt tokens a second, and decodes in steps of 10 ms."""
+    share = scheduler._planner.prompt_share
+    assert share is not None
+    share.observe(40, 0.02)
+    share.observe(0, 0.01)
+
+
 def test_prompts_delay_another_tenants_tokens_by_one_step_at_most() -> None:
     scheduler = make_scheduler(num_blocks=200, prefill_tokens_beside_decode=4, max_num_batched_tokens=64)
     add_prompt(scheduler, "b1", 2)
-    for num_tokens, seconds in ((2, 0.01), (40, 0.02)):  # 2,000 tokens a second, and 10 ms without a prompt
-        scheduled = step(scheduler)[0]
-        scheduled.total_num_scheduled_tokens = num_tokens
-        scheduler.note_step_time(scheduled, ModelRunnerOutput([], []), seconds)
+    step(scheduler)
+    note_costs(scheduler)
     add_prompt(scheduler, "a1", 90)
     assert step(scheduler)[0].num_scheduled_tokens == {"b1": 1, "a1": 20}
     alone = make_scheduler(num_blocks=200, prefill_tokens_beside_decode=4, max_num_batched_tokens=64)
     add_prompt(alone, "b1", 2)
-    for num_tokens, seconds in ((2, 0.01), (40, 0.02)):
-        scheduled = step(alone)[0]
-        scheduled.total_num_scheduled_tokens = num_tokens
-        alone.note_step_time(scheduled, ModelRunnerOutput([], []), seconds)
+    step(alone)
+    note_costs(alone)
     add_prompt(alone, "b2", 90)
     assert step(alone)[0].num_scheduled_tokens["b2"] > 20
 

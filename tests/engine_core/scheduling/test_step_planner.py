@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
@@ -63,17 +65,14 @@ def test_no_running_request_is_left_out() -> None:
 
 
 def slow_scheduler(**settings: object) -> Scheduler:
-    """Return a scheduler with 16 short and 16 longer prompts, of a model so slow that a step in which the former decode
-    has four tokens for the latter."""
+    """Return a scheduler with 16 short and 16 longer prompts: a step in which the former decode has four tokens for the
+    latter."""
     scheduler = make_scheduler(
         num_blocks=1000,
         **{"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 4}
-        | {"prefill_tokens_beside_decode": 8}
+        | {"prefill_tokens_beside_decode": 4}
         | settings,
     )
-    share = scheduler._planner.prompt_share
-    assert share is not None
-    share.observe(128, 128 / 40)
     for n in range(32):
         request = make_request(f"r{n}", [n] * (3 if n < 16 else 40), 50, tenant="a")
         with_logprobs = replace(request.sampling_params, logprobs=1 if n < 16 else None)
@@ -152,3 +151,49 @@ def test_a_share_of_less_than_a_whole_chunk_is_rounded_up_before_an_image(budget
     client.add(*requests)
     client.finish()
     assert [len(client.tokens[request.request_id]) for request in requests] == [5] * num_requests
+
+
+_ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 12), st.sampled_from("aab"), st.integers(0, 1)),
+    min_size=4,
+    max_size=24,
+)
+
+
+def run_arrivals(arrivals: list[tuple[int, int, int, str, int]], num_blocks: int = 60, policy: str = "priority") -> int:
+    """Serve requests that arrive with their step, length, output, tenant and priority; return in how many steps some
+    were held that decode. The costs of steps are known, and such that a burst is computed in several."""
+    scheduler = make_scheduler(
+        num_blocks=num_blocks, prefill_tokens_beside_decode=2, max_num_batched_tokens=64, policy=policy
+    )
+    share = scheduler._planner.prompt_share
+    assert share is not None
+    share.observe(100, 1.0)
+    share.observe(0, 0.01)  # the time of one prompt token, so that eight are computed at once
+    left, num_held = sorted(arrivals), 0
+    for number in range(3000):
+        while left and left[0][0] <= number:
+            _, length, max_tokens, tenant, priority = left.pop(0)
+            prompt = [len(left), *[1] * (length - 1)]
+            request = make_request(f"r{len(left)}", prompt, max_tokens, tenant=tenant)
+            scheduler.add_request(replace(request, priority=priority if policy == "priority" else 0))
+        decoding = {each.request_id for each in scheduler.running if each.num_missing_tokens == 1}
+        scheduled = step(scheduler)[0]
+        num_held += bool(decoding - scheduled.num_scheduled_tokens.keys() - set(scheduled.preempted_req_ids))
+        if not left and not scheduler.requests:
+            return num_held
+    raise AssertionError(f"still there: {list(scheduler.requests)}")
+
+
+@given(_ARRIVALS, st.sampled_from([25, 40, 200]), st.sampled_from(["fcfs", "priority"]))
+@settings(max_examples=80, deadline=None)
+def test_every_request_ends_whatever_is_held_for_others(
+    arrivals: list[tuple[int, int, int, str, int]], num_blocks: int, policy: str
+) -> None:
+    run_arrivals(arrivals, num_blocks, policy)
+
+
+def test_requests_that_decode_are_held_for_a_burst_and_not_for_another_tenant() -> None:
+    burst = [(4, 20, 4, "a", 0)] * 6
+    assert run_arrivals([(0, 5, 40, "a", 0), *burst], num_blocks=200) > 0
+    assert run_arrivals([(0, 5, 40, "b", 0), *burst], num_blocks=200) == 0

@@ -55,7 +55,8 @@ class StepResults:
         self._pooled = pooled
 
     def apply(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Process the result of a step. Returns one output for each request with new tokens."""
+        """Process the result of a step. Returns one output for each request with new tokens, the first outputs of
+        requests before others: what is behind takes the outputs in this order."""
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
         num_computed = scheduled.total_num_scheduled_tokens
         if self._in_flight is not None:
@@ -70,12 +71,20 @@ class StepResults:
         routed = self._routed_requests(result) if result.routed_experts else []
         has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits or result.logits_stats)
         outputs: list[EngineCoreOutput] = []
+        begun: list[EngineCoreOutput] = []
         any_finished = False
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if not token_ids or (request := self._requests.get(request_id)) is None:
                 continue  # its prompt is incomplete, or it was aborted while the step executed
             # The short way serves nearly every row of a decode step; finding out that it cannot costs six comparisons.
-            output = _go_on(request, token_ids) or self._accept_tokens(request, token_ids)
+            if (output := _go_on(request, token_ids)) is None:
+                output = self._accept_tokens(request, token_ids)
+                if output.prefill_stats is not None:
+                    begun.append(output)
+                else:
+                    outputs.append(output)
+            else:
+                outputs.append(output)
             if has_details:
                 if (logprobs := result.logprobs.get(request_id)) is not None:
                     output.new_logprobs = logprobs.first(len(output.new_token_ids))
@@ -83,7 +92,8 @@ class StepResults:
                 output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
                 output.logits_stats = result.logits_stats.get(request_id)
             any_finished |= output.finish_reason is not None
-            outputs.append(output)
+        if begun:
+            outputs[:0] = begun
         if result.pooled:
             outputs += self._end_pooled(result)
             any_finished = True

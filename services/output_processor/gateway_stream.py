@@ -42,7 +42,8 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         self._hello = hello
         self._requests = requests
         self._live: dict[int, SampleGroup | PooledRequest] = {}  # by slot; bounded by the requests that may be live
-        # The writer runs after an engine's frame was passed on completely, so that one step is one frame here too.
+        # The writer runs after the first tokens of an engine's frame and after the whole of it, so that one step is one
+        # frame here, or two.
         self._outbox = Outbox(self._changed.set)
         self._leaving = self._has_left = False
         self._tasks = Tasks(self.abort)

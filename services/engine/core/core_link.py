@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient
@@ -29,7 +29,14 @@ CORE_DIED = "The engine failed; retry the request."
 
 
 class StreamAttempts(Protocol):
-    """Holds the attempts of one stream, which take what the core produced for them."""
+    """Holds the attempts of one stream, which take what the core produced for them.
+
+    Attributes:
+        is_amid_step: Whether only the first tokens of a step were passed to it so far: what else it has to send waits
+            for those that follow.
+    """
+
+    is_amid_step: bool
 
     def take_output(self, attempt: Attempt, output: EngineCoreOutput) -> None:
         """Add what a step produced for a live attempt to the stream's next frame."""
@@ -103,7 +110,7 @@ class CoreLink:
         """Distribute outputs until the core dies. Raises ``EngineDeadError``."""
         while True:
             outputs = await self.client.get_output()
-            self._distribute(outputs)
+            await self._distribute(outputs)
             # Asking the core for the next output before the frames were written delayed each token by up to 0.1 ms.
             await asyncio.sleep(0)  # lets the streams write their frames first
             self.metrics.observe_step(outputs)
@@ -207,16 +214,40 @@ class CoreLink:
         if self._aborts:
             self._aborts_waiting.set()
 
-    def _distribute(self, outputs: EngineCoreOutputs) -> None:
-        """Distribute the outputs of a step, then notify each stream once, so that it builds one frame."""
+    async def _distribute(self, outputs: EngineCoreOutputs) -> None:
+        """Distribute the outputs of a step, then notify each stream once, so that it builds one frame. The streams of
+        requests that begin are notified before, so that first tokens are sent before others are distributed."""
         self._load.observe(outputs)
-        changed: dict[StreamAttempts, None] = {}  # in the order of their first output
-        now = self.clock()
+        now, rows = self.clock(), outputs.outputs
         if outputs.step_spans:
             for key, steps in outputs.step_spans.items():
                 if (entry := self._live.get(key)) is not None:
                     entry[0].steps = steps
-        for output in outputs.outputs:
+        changed: dict[StreamAttempts, None] = {}  # in the order of their first output
+        if rows and rows[0].prefill_stats is not None and rows[-1].prefill_stats is None:
+            num_begun = next(index for index, row in enumerate(rows) if row.prefill_stats is None)
+            changed = self._take(rows[:num_begun], now)
+            try:
+                for attempts in changed:
+                    attempts.is_amid_step = True
+                    attempts.notify()
+                await asyncio.sleep(0)  # they write these frames
+            finally:
+                for attempts in changed:
+                    attempts.is_amid_step = False
+            rows = rows[num_begun:]
+        changed |= self._take(rows, now)
+        for attempts in changed:
+            attempts.notify()
+        if outputs.rows_wanted and self.rows is not None:
+            for wanted in outputs.rows_wanted:
+                if (entry := self._live.get(wanted.request_id)) is not None:
+                    self.rows.begin(entry[0], wanted)
+
+    def _take(self, outputs: Sequence[EngineCoreOutput], now: float) -> dict[StreamAttempts, None]:
+        """Pass outputs to the streams of their attempts; return these."""
+        changed: dict[StreamAttempts, None] = {}
+        for output in outputs:
             entry = self._live.get(output.request_id)
             if entry is None:
                 continue  # the front has ended it
@@ -229,12 +260,7 @@ class CoreLink:
             if output.finish_reason is not None:
                 del self._live[output.request_id]
                 self._ended(attempt, now)
-        for attempts in changed:
-            attempts.notify()
-        if outputs.rows_wanted and self.rows is not None:
-            for wanted in outputs.rows_wanted:
-                if (entry := self._live.get(wanted.request_id)) is not None:
-                    self.rows.begin(entry[0], wanted)
+        return changed
 
     def _ended(self, attempt: Attempt, now: float) -> None:
         self._load.ended()

@@ -67,6 +67,7 @@ class Attempts:
         live: The live attempts by slot.
         notify: To be called when the frame builder has something to send.
         may_move: Whether they may go on at other engines while they run.
+        is_amid_step: As in :class:`StreamAttempts`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Attempts:
         under leases of ``lease_seconds``; None if it serves no KV."""
         self.live: dict[int, Attempt] = {}
         self.notify = notify
-        self.may_move = False
+        self.may_move = self.is_amid_step = False
         self._kv_owner = kv_owner
         self._lease_seconds = lease_seconds
         self._stream_id = stream_id
@@ -448,11 +449,14 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
     # Output
 
     def _next_frame(self) -> engine_pb2.EngineFrame | None:
-        # A frame that is due holds all that waits. Before it is due, only what is urgent is sent.
+        # A frame that is due holds all that waits. Before it is due, only what is urgent is sent; so are the first
+        # tokens of a step whose other tokens follow.
         builder = self._builder
         if not builder.has_data:
             return None
-        is_due = self._pace.is_due(urgent=self._half_closed or self._closing is not None)
+        is_due = not self._attempts.is_amid_step and self._pace.is_due(
+            urgent=self._half_closed or self._closing is not None
+        )
         # Credit is taken last: taken for a frame that is not sent, it would be lost, and the stream would starve.
         if not (is_due or builder.is_urgent) or not self._credit.take():
             return None

@@ -3,7 +3,7 @@ when it is needed, and closed when it has been idle for long."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -257,7 +257,9 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         if self._same_step.look(owes=bool(self.slots)) > self._hang_seconds:
             raise _StepHangs(f"step {self._step} lasts too long")
 
-    def receive(self, frame: EngineFrame) -> Iterable[None]:
+    def receive(self, frame: EngineFrame) -> Iterator[None]:
+        """Pass a frame to the attempts. Yields between first tokens, which are at the beginning of a frame, and the
+        tokens of other requests, so that the gateway has the former before the latter become text."""
         # The number of the step shows that the core works, and a frame only that its front does: heartbeats go on while
         # the core hangs. A paused engine takes no steps on purpose.
         if frame.step != self._step or frame.paused:
@@ -271,7 +273,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
             else:
                 attempt.owner.on_kv_granted(attempt, grant.kv)
         # Tokens before ends: an end compares the number of tokens that have arrived with the engine's.
-        self._deal(frame)
+        yield from self._deal(frame)
         for part in frame.pooled:
             if (attempt := self.slots.get(part.slot)) is not None:
                 try:
@@ -287,11 +289,10 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
                     self.slots[finished.slot] = attempt  # it has not ended: another engine continues it
                     self._drop(attempt, wrong)
         self._grant()  # heartbeats use no credit but count too, which is harmless
-        return ()
 
-    def _deal(self, frame: EngineFrame) -> None:
-        """Pass the frame's columns to the attempts. Raises ``WrongFrame`` for columns that do not fit together, and for
-        tokens that the model does not have."""
+    def _deal(self, frame: EngineFrame) -> Iterator[None]:
+        """Pass the frame's columns to the attempts, and yield where :meth:`receive` does. Raises ``WrongFrame`` for
+        columns that do not fit together, and for tokens that the model does not have."""
         slots, token_ids = list(frame.slot), list(frame.token_ids)
         counts = frame.num_tokens or [1] * len(slots)
         if not len(slots) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
@@ -299,8 +300,11 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         if token_ids and max(token_ids) >= self._vocab_size:
             raise WrongFrame(f"token {max(token_ids)} is not below {self._vocab_size}")
         logprobs = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
-        start = 0
+        start, has_begun = 0, False
         for slot, index, count in zip(slots, frame.token_index, counts, strict=True):
+            if has_begun and index:
+                yield
+            has_begun = not index
             if (attempt := self.slots.get(slot)) is not None:
                 try:
                     columns = _of_tokens(logprobs[slot], index, count) if logprobs and slot in logprobs else None

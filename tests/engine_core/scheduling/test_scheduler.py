@@ -14,6 +14,17 @@ def new_ids(scheduled: SchedulerOutput) -> list[str]:
 # Budget
 
 
+def test_the_first_tokens_of_a_step_are_put_out_first() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.add_request(make_request(name, [1, 2], 5))
+    assert [output.request_id for output in step(scheduler)[1]] == ["a", "b"]
+    for name in "cd":
+        scheduler.add_request(make_request(name, [3, 4], 5))
+    assert [output.request_id for output in step(scheduler)[1]] == ["c", "d", "a", "b"]
+    assert [output.request_id for output in step(scheduler)[1]] == ["a", "b", "c", "d"]
+
+
 def test_a_prompt_is_computed_in_chunks_and_answers_once() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16)
     scheduler.add_request(make_request("a", range(40)))

@@ -97,6 +97,8 @@ def _error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 class _Front:
     """Fulfils ``StreamAttempts``."""
 
+    is_amid_step = False
+
     def __init__(self, world: World) -> None:
         self._world = world
         self.tokens: dict[str, list[int]] = {}

@@ -51,6 +51,16 @@ async def test_tokens_become_text_and_the_end_says_what_was_used(mesh: Mesh) -> 
     assert (timeline.prefill_engine, timeline.decode_engine) == ("engine-0", "engine-0")
 
 
+async def test_a_first_token_is_sent_before_the_tokens_of_others_become_text(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, slots = await mesh.started(gateway, *(submit(number) for number in range(1, 5)))
+    stream.send(*((slot, 0, [5]) for slot in slots[:2]))
+    assert list((await gateway.next_frame()).slot) == [1, 2]
+    stream.send((slots[2], 0, [5]), (slots[3], 0, [6]), (slots[0], 1, [7]), (slots[1], 1, [8]))
+    assert list((await gateway.next_frame()).slot) == [3, 4]
+    assert list((await gateway.next_frame()).slot) == [1, 2]
+
+
 @pytest.mark.parametrize("is_old", [False, True])
 async def test_engines_get_packed_ids_if_they_read_them(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, is_old: bool

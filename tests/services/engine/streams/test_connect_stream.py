@@ -119,6 +119,20 @@ class TestSteps:
         assert sum(len(slots) == 1 for slots in begun[1:]) > 0
         assert received.token_ids[1] == expected_tokens([1, 2], len(received.token_ids[1]), VOCAB_SIZE)
 
+    async def test_a_first_token_has_a_frame_before_the_other_tokens_of_its_step(self, socket_dir: Path) -> None:
+        async with running_engine(make_settings(socket_dir)) as host, Peer(host.address) as peer:
+            await peer.send(make_add(1, [1, 2], 2000))
+            await peer.read_tokens()
+            await peer.send(make_add(2, [3], 2))
+            await peer.read_until_finished([2])
+            frames = peer.received.frames
+            (number,) = [at for at, frame in enumerate(frames) if 2 in frame.slot and 0 in frame.token_index]
+            while len(frames) < number + 2:
+                await peer.read()
+        first, rest = frames[number : number + 2]
+        assert list(first.slot) == [2]
+        assert (rest.step, rest.slot[0]) == (first.step, 1)
+
     async def test_stop_tokens_end_a_request(self, peer: Peer) -> None:
         tokens = expected_tokens([7, 8], 4, VOCAB_SIZE)
         params = types_pb2.SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=[tokens[3]])

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc.aio
@@ -116,6 +117,11 @@ RENEW_SECONDS = 5.0
 """How often a lease is renewed, unless it lasts for less than three times as long."""
 _LEAST_RENEW_SECONDS = 0.1
 """A lease is not renewed more often, however short its owner says that it lasts."""
+LATE_SECONDS = 2.0
+"""After so long an owner that did not answer is asked again to end a lease."""
+_LATE_TRIES = 5
+_UNANSWERED = ("owner_lost", "timeout")
+"""Failures of calls that the owner may have received all the same."""
 _REASON_OF_CODE = {
     errors.Code.UNAVAILABLE: "owner_lost",
     errors.Code.CANCELLED: "owner_lost",
@@ -197,6 +203,10 @@ class Reading:
         while True:
             await asyncio.sleep(self._renew_seconds)
             await _call(lambda: self._stub.Renew(request, timeout=CALL_SECONDS))
+
+    async def itself(self) -> "Reading":
+        """Return the lease, which is acquired."""
+        return self
 
     async def release(self) -> ReleaseVerdict:
         """End the lease. The verdict says whether its blocks stayed unchanged during the copy."""
@@ -338,25 +348,34 @@ class KVLoads:
                     await self._hand_over(attempt, attempt.request)
                 return
             async with AsyncExitStack() as stack:
+                acquire: Callable[[], Awaitable[Reading]] | None = None
                 try:
                     owner = await self._registry.find(source.engine_id, source.engine_epoch)
                     stub = await stack.enter_async_context(self._channels.stub(owner))
-                    reading = await self._acquire(stub, owner, attempt, source)
+                    acquire = self._acquirer(stub, owner, attempt, source)
+                    began = self._core.clock()
+                    reading = await acquire()
+                    attempt.kv.wait_ns += round((self._core.clock() - began) * 1e9)
                 except KVTransferError as failure:
                     await self._do_without(attempt, failure)
+                    if acquire is not None and failure.reason in _UNANSWERED:
+                        await self._release_late(owner, acquire)
                 else:
                     await self._read(attempt, owner, reading)
         except Exception as error:  # the edge: a bug in one load must not end the engine
             self._core.fail(attempt, of_exception(error))
 
-    async def _acquire(self, stub: Stub, owner: Owner, attempt: Attempt, source: engine_pb2.KVSource) -> Reading:
+    def _acquirer(
+        self, stub: Stub, owner: Owner, attempt: Attempt, source: engine_pb2.KVSource
+    ) -> Callable[[], Awaitable[Reading]]:
+        """Return what acquires the lease of a source. Raises ``KVTransferError`` if that is of no use."""
         request = attempt.request
         if request is None:
             raise KVTransferError("not_found", "the attempt has ended")
         if not (transports := self._paths.to(owner)):
             raise KVTransferError("transport", f"no transport of this engine reaches engine {owner.engine_id!r}")
-        began = self._core.clock()
-        reading = await Reading.acquire(
+        return partial(
+            Reading.acquire,
             stub,
             kv_transfer_pb2.AcquireRequest(
                 lease_id=source.lease_id,
@@ -372,8 +391,22 @@ class KVLoads:
             has_states=self._config.has_states,
             owner=owner.incarnation,
         )
-        attempt.kv.wait_ns += round((self._core.clock() - began) * 1e9)
-        return reading
+
+    async def _release_late(self, owner: Owner, acquire: Callable[[], Awaitable[Reading]]) -> None:
+        """End a lease whose owner did not answer once it does. It may last for minutes, and no engine reads its blocks.
+
+        ``acquire``: returns the lease, which this engine holds or may hold. Raises as :meth:`Reading.acquire`.
+        """
+        for _ in range(_LATE_TRIES):
+            await asyncio.sleep(LATE_SECONDS)
+            if not self._registry.has(owner):
+                return
+            try:
+                await (await acquire()).release()
+                return
+            except KVTransferError as failure:
+                if failure.reason not in _UNANSWERED:
+                    return
 
     async def _end_own(self, attempt: Attempt, source: engine_pb2.KVSource) -> None:
         """End a lease of this engine on KV from which a request goes on here: its blocks are in the prefix cache."""
@@ -422,16 +455,20 @@ class KVLoads:
             # The blocks count only after this answer: the owner compares their generations, so blocks that it had to
             # take back and reuse during the copy are computed here instead of giving wrong tokens.
             verdict = await _release(reading)
-            if load.verify is None or not load.verify.copied:  # the core does not wait for a verdict
-                self._note_failure(load.verify.failure if load.verify is not None else "")
-                return
+        if not lost and (load.verify is None or not load.verify.copied):  # the core does not wait for a verdict
+            self._note_failure(load.verify.failure if load.verify is not None else "")
+        else:
+            await self._tell(attempt.key, verdict)
+        if verdict.reason in _UNANSWERED:
+            await self._release_late(owner, reading.itself)
+
+    async def _tell(self, key: str, verdict: ReleaseVerdict) -> None:
+        """Send the core the verdict that it waits for."""
         if verdict.valid:
             self._note_success()
         else:
             self._note_failure(verdict.reason)
-        await self._link.send(
-            KVVerdict(attempt.key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums))
-        )
+        await self._link.send(KVVerdict(key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums)))
 
     def _note_failure(self, reason: str) -> None:
         """Note that a prompt is computed here. ``reason``: empty or ``REQUEST_ENDED`` if it is not, because the request

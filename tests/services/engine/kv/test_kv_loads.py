@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.loop_clock import pass_time
+from tests.loop_clock import pass_time, settle
 from tests.services.engine.kv.kv_fakes import (
     LEASE,
     FakeCore,
@@ -186,6 +186,53 @@ async def test_a_copy_that_was_given_up_still_ends_the_lease(pair: Pair) -> None
     pair.reader.say(KVVerify(request.request_id, copied=False))
     await pair.owner.noted(KVRelease)
     assert not pair.reader.has_noted(KVVerdict)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_reading, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(kv_reading, "LATE_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.usefixtures("impatient")
+async def test_a_lease_whose_owner_did_not_answer_is_released_later(pair: Pair, copied: bool) -> None:
+    """Otherwise it would hold blocks there until it ends by itself."""
+    answer, silence = pair.owner.answers[KVRelease], [True, True, True]
+    pair.owner.answers[KVRelease] = lambda call: silence.pop() and None if silence else answer(call)
+    await pair.peer.send(pair.add())
+    request = await pair.reader.noted(EngineCoreRequest)
+    pair.reader.say(KVVerify(request.request_id, copied=copied))
+    for _ in range(4):
+        await pair.owner.noted(KVRelease)
+    if copied:
+        assert await pair.reader.noted(KVVerdict) == KVVerdict(request.request_id, False, "timeout")
+    pass_time(1.0)
+    await settle()
+    assert not pair.owner.has_noted(KVRelease), "it has ended"
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_lease_that_was_acquired_without_an_answer_is_released(pair: Pair) -> None:
+    answer, silence = pair.owner.answers[KVAcquire], [True, True]
+    pair.owner.answers[KVAcquire] = lambda call: silence.pop() and None if silence else answer(call)
+    await pair.peer.send(pair.add())
+    assert (await pair.reader.noted(EngineCoreRequest)).remote_kv is None
+    assert pair.recomputes("timeout") == 1
+    assert (await pair.owner.noted(KVRelease)).acquisition_id == b"reading"
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_owner_that_never_answers_is_not_asked_for_ever(pair: Pair) -> None:
+    pair.owner.answers[KVRelease] = lambda call: None
+    await pair.peer.send(pair.add())
+    request = await pair.reader.noted(EngineCoreRequest)
+    pair.reader.say(KVVerify(request.request_id, copied=False))
+    for _ in range(6):
+        await pair.owner.noted(KVRelease)
+    pass_time(1.0)
+    await settle()
+    assert not pair.owner.has_noted(KVRelease)
 
 
 async def test_a_transport_that_failed_is_not_asked_for_again(pair: Pair) -> None:

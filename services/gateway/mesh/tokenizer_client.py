@@ -18,7 +18,7 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
-from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, MAX_WRONG_FRAMES
+from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, MAX_WRONG_FRAMES, was_silent
 from tokenloom.services.runtime.tasks import is_cancelled
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -355,6 +355,7 @@ class CallRetries:
         self._debt = RetryDebt(budget)
         self._delay = FIRST_DELAY_SECONDS
         self._num_lost = 0  # in this round
+        self._has_ended_one = False  # whether one that was lost in this round may have ended, because of the text
         self._num_lost_rounds = 0
         self._num_wrong = 0
 
@@ -371,12 +372,15 @@ class CallRetries:
             return
         if failure.code() not in _LOST:
             raise wire_errors.from_rpc(failure) from failure
-        self._num_lost += wire_errors.was_cut(failure)
+        self._num_lost += (was_lost := wire_errors.was_cut(failure))
+        # On a busy machine, or over a link that loses packets, pings are late although the process lives.
+        self._has_ended_one |= was_lost and not was_silent(failure)
 
     def lost(self) -> None:
         """Note that a replica has left with the call."""
         self._debt.failed(Cause.SILENT)
         self._num_lost += 1
+        self._has_ended_one = True
 
     def may_ask(self) -> bool:
         """Return whether another replica may be asked in this round."""
@@ -385,10 +389,10 @@ class CallRetries:
     async def pause(self, came: asyncio.Event) -> None:
         """Wait until ``came`` is set, because another replica answers, or the next round is due. Raises ``Internal``
         for a text with which replicas are lost again and again."""
-        self._num_lost_rounds += self._num_lost > 0
+        self._num_lost_rounds += self._has_ended_one
         if self._num_lost_rounds == MAX_LOST_ROUNDS:
             raise errors.Internal("Tokenizers were lost again and again while they had the text.")
-        self._num_lost = 0
+        self._num_lost, self._has_ended_one = 0, False
         try:
             async with asyncio.timeout(self._delay):
                 await came.wait()

@@ -19,8 +19,8 @@ from ..liveness import LivenessTimer
 from ..peers.hello import HEARTBEAT_SECONDS, HELLO_SECONDS, NO_CREDIT_SECONDS, SILENCE_SECONDS, check_hello
 from ..tasks import first_of
 
-_KEEPALIVE = "keepalive"
-"""Is in the details that gRPC gives when a peer did not answer its pings."""
+_SILENCES = ("keepalive", "ping timeout", "ping_timeout")
+"""Are in the details that gRPC gives when a peer did not answer its pings, or says that this side did not."""
 
 
 class PeerSilent(Unavailable):
@@ -48,7 +48,7 @@ def was_silent(error: BaseException) -> bool:
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     details = error.details() or ""
-    return details == SILENT or _KEEPALIVE in details
+    return details == SILENT or any(words in details for words in _SILENCES)
 
 
 def _is_unreadable(error: BaseException) -> bool:

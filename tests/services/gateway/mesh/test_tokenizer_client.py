@@ -152,6 +152,39 @@ async def test_a_text_with_which_replicas_are_lost_again_and_again_is_given_up()
     assert sum(replica.calls for replica in replicas.values()) <= LOST_IN_A_ROUND * MAX_LOST_ROUNDS
 
 
+SILENCES = ("keepalive watchdog timeout", "Stream removed (ping timeout)", "GOAWAY received; Debug Text: ping_timeout")
+"""gRPC's words for a peer that did not answer pings in time, or found this side so."""
+
+
+@pytest.mark.parametrize("words", SILENCES)
+async def test_a_text_is_not_given_up_because_pings_are_late(words: str) -> None:
+    """As on a busy machine, or over a link that loses packets: the replicas live."""
+    silent = SilentReplica(words)
+    client = client_of({"unix:/0": silent})
+    call = asyncio.ensure_future(client.encode(["text"]))
+    async with asyncio.timeout(SOON):
+        while silent.calls <= 2 * LOST_IN_A_ROUND * MAX_LOST_ROUNDS:
+            client._learn("unix:/0", tokenizer_pb2.GetTokenizerInfoResponse())
+            await settle()
+            pass_time(1)
+    client._stubs["unix:/0"] = LivingReplica()  # type: ignore[assignment]
+    client._learn("unix:/0", tokenizer_pb2.GetTokenizerInfoResponse())
+    assert await call == RIGHT
+
+
+class SilentReplica:
+    """A replica whose connection gRPC gives up."""
+
+    def __init__(self, words: str) -> None:
+        self.calls = 0
+        self._words = words
+
+    async def Encode(self, request: object, metadata: object) -> None:
+        self.calls += 1
+        none = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, self._words)
+
+
 class LostReplica(DeadReplica):
     """A replica whose calls fail some time later."""
 

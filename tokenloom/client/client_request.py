@@ -66,12 +66,20 @@ def chat_request(messages: Sequence[Message], options: Mapping[str, Any]) -> inf
     if "tool_choice" in own:
         chat.tool_choice.CopyFrom(write_choice(own["tool_choice"]))
     if "mm_processor_kwargs" in own:
-        set_field(chat, "mm_processor_kwargs", own["mm_processor_kwargs"])
+        _set_processor(chat, own["mm_processor_kwargs"])
     for name in ("add_generation_prompt", "parallel_tool_calls", "include_reasoning"):
         if name in own:
             set_field(chat, name, own[name])
     request.chat.CopyFrom(chat)
     return request
+
+
+def _set_processor(chat: inference_pb2.ChatPrompt, options: Mapping[str, float]) -> None:
+    """Set the options of the model's processor, of which a fraction of ``fps`` has a field of its own."""
+    if isinstance(options, Mapping) and isinstance(rate := options.get("fps"), float):
+        set_field(chat, "fps", rate, "mm_processor_kwargs.fps")
+        options = {name: value for name, value in options.items() if name != "fps"}
+    set_field(chat, "mm_processor_kwargs", options)
 
 
 def check_streamed(request: inference_pb2.GenerateRequest) -> None:

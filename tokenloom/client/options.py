@@ -67,8 +67,8 @@ class ChatOptions(Options, kw_only=True):
     """False: one call at most."""
     include_reasoning: bool = True
     """False: leave the model's reasoning out."""
-    mm_processor_kwargs: Mapping[str, int] | None = None
-    """Options of the model's image processor, such as ``max_pixels``."""
+    mm_processor_kwargs: Mapping[str, float] | None = None
+    """Options of the model's processor of images and videos, such as ``max_pixels``; ``fps`` may be a fraction."""
 
 
 class _Turn(Options, kw_only=True):

@@ -179,7 +179,7 @@ class PromptPart(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., embeds: _Optional[bytes] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
-    __slots__ = ("messages", "template_kwargs", "add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "mm_processor_kwargs")
+    __slots__ = ("messages", "template_kwargs", "add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "mm_processor_kwargs", "fps")
     class MmProcessorKwargsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class ChatPrompt(_message.Message):
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_REASONING_FIELD_NUMBER: _ClassVar[int]
     MM_PROCESSOR_KWARGS_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     template_kwargs: _struct_pb2.Struct
     add_generation_prompt: bool
@@ -203,7 +204,8 @@ class ChatPrompt(_message.Message):
     parallel_tool_calls: bool
     include_reasoning: bool
     mm_processor_kwargs: _containers.ScalarMap[str, int]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., include_reasoning: _Optional[bool] = ..., mm_processor_kwargs: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    fps: float
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., include_reasoning: _Optional[bool] = ..., mm_processor_kwargs: _Optional[_Mapping[str, int]] = ..., fps: _Optional[float] = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("function",)

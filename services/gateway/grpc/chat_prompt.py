@@ -1,5 +1,6 @@
 """Chats of the public gRPC API, put into OpenAI's form so that they are read like those over HTTP."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,8 @@ def read_chat_prompt(
     )
     if files:
         conversation = _with_files(conversation, files)
-    if chat.mm_processor_kwargs:
-        conversation = _with_options(conversation, chat.mm_processor_kwargs)
+    if chat.mm_processor_kwargs or chat.HasField("fps"):
+        conversation = _with_options(conversation, chat)
     return conversation, request
 
 
@@ -64,10 +65,17 @@ def _with_files(chat: Chat, files: "Mapping[bytes, ClientFile]") -> Chat:
     return replace(chat, media=with_files(chat.media, files))
 
 
-def _with_options(chat: Chat, options: Mapping[str, int]) -> Chat:
+def _with_options(conversation: Chat, chat: inference_pb2.ChatPrompt) -> Chat:
     from ..records.media import OPTIONS_FIELD, read_options  # here: most conversations have none
 
-    return replace(chat, media_options=read_options(dict(options), f"chat.{OPTIONS_FIELD}"))
+    options: dict[str, float] = dict(chat.mm_processor_kwargs)
+    if chat.HasField("fps"):
+        if "fps" in options:
+            raise InvalidArgument(f"chat.fps and chat.{OPTIONS_FIELD}.fps exclude each other", "chat.fps")
+        if not 0 < chat.fps < math.inf:
+            raise InvalidArgument("chat.fps must be a number above 0", "chat.fps")
+        options["fps"] = chat.fps
+    return replace(conversation, media_options=read_options(options, f"chat.{OPTIONS_FIELD}"))
 
 
 def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, ClientFile]") -> list[dict[str, str]]:

@@ -128,6 +128,13 @@ def test_unknown_names_and_values() -> None:
     }
 
 
+@pytest.mark.parametrize(("rate", "is_apart"), [(2, False), (0.5, True)])
+def test_a_fraction_of_frames_a_second_has_a_field_of_its_own(rate: float, is_apart: bool) -> None:
+    chat = chat_request([], {"mm_processor_kwargs": {"max_pixels": 9, "fps": rate}}).chat
+    assert dict(chat.mm_processor_kwargs) == {"max_pixels": 9} | ({} if is_apart else {"fps": 2})
+    assert (chat.HasField("fps"), chat.fps) == (is_apart, rate if is_apart else 0.0)
+
+
 def test_tools_and_past_calls_reach_their_fields() -> None:
     parameters = {"type": "object", "properties": {"z": {}, "a": {}}}
     function = {"name": "get_weather", "description": "It.", "parameters": parameters}

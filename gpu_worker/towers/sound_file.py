@@ -103,6 +103,19 @@ def open_container(file: File, kind: str, codecs: Collection[str]) -> Any:
     )
 
 
+def use_alone(container: Any, stream: Any, codecs: Collection[str]) -> str:
+    """Let a container read nothing but one of its streams, in this thread. Returns the name of its decoder if that is
+    none of ``codecs``; empty: it is one."""
+    for other in container.streams:
+        if other is not stream:
+            other.discard = av.stream.Discard.all
+    context = stream.codec_context
+    if context is None or context.name not in codecs:
+        return "unknown" if context is None else str(context.name)
+    context.thread_count = 1
+    return ""
+
+
 def _refuse(*_: object) -> NoReturn:
     raise PermissionError("the file names another one")
 
@@ -134,14 +147,8 @@ def _blocks(container: Any, rate: int) -> Iterator[Samples]:
     if not container.streams.audio:
         raise BadSound("The file has no sound.")
     stream = container.streams.audio[0]
-    for other in container.streams:
-        if other is not stream:
-            other.discard = av.stream.Discard.all
-    context = stream.codec_context
-    if context is None or context.name not in _CODECS:
-        name = "unknown" if context is None else context.name
-        raise BadSound(f"The sound is coded in a way that is not read ({name}).")
-    context.thread_count = 1
+    if unread := use_alone(container, stream, _CODECS):
+        raise BadSound(f"The sound is coded in a way that is not read ({unread}).")
     mixer, num_good, num_bad = _Mixer(rate), 0, 0
     for packet in container.demux(stream):
         try:

@@ -17,13 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import av
 import av.error
-import av.stream
 from PIL import Image
 
 from .image_file import MAX_PIXELS, MAX_RATIO, BadImage, image_size, read_image
-from .sound_file import open_container
+from .sound_file import open_container, use_alone
 
 _LISTED = re.compile(rb"data:video/jpeg(?:;fps=([^;,]{0,20}))?;base64,", re.IGNORECASE)
 """Begins a list of pictures."""
@@ -182,19 +180,14 @@ def _stream(container: Any, limits: VideoLimits) -> Any:
     if not container.streams.video:
         raise BadVideo("The file has no pictures.")
     stream = container.streams.video[0]
-    for other in container.streams:
-        if other is not stream:
-            other.discard = av.stream.Discard.all
+    if unread := use_alone(container, stream, _CODECS):
+        raise BadVideo(f"The video is coded in a way that is not read ({unread}).")
     context = stream.codec_context
-    if context is None or context.name not in _CODECS:
-        name = "unknown" if context is None else context.name
-        raise BadVideo(f"The video is coded in a way that is not read ({name}).")
     width, height = context.width, context.height
     if width * height > limits.max_pixels:
         raise BadVideo(f"The video has {width} x {height} pixels; at most {limits.max_pixels:,} are taken.")
     # Whatever the container says, a decoder allocates no larger frame than this.
     context.options = {"max_pixels": str(limits.max_pixels)}
-    context.thread_count = 1
     return stream
 
 

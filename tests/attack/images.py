@@ -1,30 +1,19 @@
 """Images that are larger, other, or elsewhere than they seem."""
 
-import base64
 import io
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-import psutil
 from PIL import Image
 
-from tests.attack.attack import MIB, Attack, Outcome
-from tests.attack.target import MODEL, Setup, Target
-from tests.attack.wire import request
+from tests.attack.attack import Attack, Outcome
+from tests.attack.media_files import MAX_RSS_MIB, REFUSED, FileAttack, ask, base64_of, listener, many, served
+from tests.attack.target import Setup, Target
 from tests.gpu_worker.towers.test_image_file import bomb
 
-MAX_RSS_MIB = 300
-MAX_ENCODER_MIB = 2500
-"""Of all processes of the encoder together, which hold torch and the tiny tower."""
 SETUP = Setup(reads_images=True, flags=("--allowed-media-domains", "localhost,pictures.localhost"))
-_REFUSED = {400, 403, 413, 422, 429, 503}
-_CHAT = "/v1/chat/completions"
 
 
 def picture(kind: str = "PNG", width: int = 64, height: int = 48, mode: str = "RGB", **options: Any) -> bytes:
@@ -74,58 +63,20 @@ HARMFUL: dict[str, Callable[[], bytes]] = {
 }
 
 
-def _ask(target: Target, *urls: str) -> tuple[int, Any]:
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content = [*parts, {"type": "text", "text": "What is it?"}]
-    messages = [{"role": "user", "content": content}]
-    return request(target, target.key, _CHAT, model=MODEL, messages=messages, max_tokens=4)
+def _part(file: bytes) -> dict[str, object]:
+    return _named("data:image/png;base64," + base64_of(file))
 
 
-def _data(file: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(file).decode()
+def _named(url: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _served(target: Target) -> None:
-    status, answer = _ask(target, _data(picture()))
-    assert status == 200, answer
-
-
-def files(target: Target, names: tuple[str, ...] = (), at_once: int = 4) -> Outcome:
-    """Send each file several times at once. What is harmless is answered, and what is not is refused."""
-    _served(target)
-    wrong = []
-    for name, make in (HARMLESS | HARMFUL).items():
-        if names and name not in names:
-            continue
-        url = _data(make())
-        with ThreadPoolExecutor(at_once) as pool:
-            statuses = {status for status, _ in pool.map(lambda _, url=url: _ask(target, url), range(at_once))}
-        expected = {200} if name in HARMLESS else _REFUSED
-        if not statuses <= expected:
-            wrong.append(f"{name} was answered with {statuses}")
-    _served(target)
-    memory = encoder_memory(target)
-    if memory > MAX_ENCODER_MIB:
-        wrong.append(f"the encoder's processes have {memory:.0f} MiB")
-    return Outcome(f"encoder {memory:.0f} MiB", wrong)
-
-
-def encoder_memory(target: Target) -> float:
-    """Return the memory of all processes of the encoder, in MiB."""
-    encoder = target.process("encoder")
-    return sum(_rss(each) for each in (encoder, *encoder.children(recursive=True))) / MIB
-
-
-def _rss(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:  # replaced meanwhile
-        return 0
+files = FileAttack(_part, picture, HARMLESS, HARMFUL).run
 
 
 def private_urls(target: Target) -> Outcome:
     """Name hosts of this machine, of its networks and of a cloud; nothing may be dialled."""
-    _served(target)
+    served(target, _part, picture())
     with listener() as (port, reached):
         urls = [
             *(
@@ -145,39 +96,15 @@ def private_urls(target: Target) -> Outcome:
             "data:text/html;base64,PGh0bWw+",
             "data:image/png;base64,%%%%",
         ]
-        answers = {url: _ask(target, url)[0] for url in urls}
-    wrong = [f"{url} was answered with {status}" for url, status in answers.items() if status not in _REFUSED]
+        answers = {url: ask(target, _named, url)[0] for url in urls}
+    wrong = [f"{url} was answered with {status}" for url, status in answers.items() if status not in REFUSED]
     wrong += [f"{address} was connected to" for address in reached]
     return Outcome(f"{len(urls)} refused", wrong)
 
 
-@contextmanager
-def listener() -> Iterator[tuple[int, list[str]]]:
-    """Listen on this machine; yield the port, and who has connected."""
-    reached: list[str] = []
-
-    def accept(listening: socket.socket) -> None:
-        while True:
-            try:
-                connection, address = listening.accept()
-            except OSError:  # closed
-                return
-            reached.append(str(address))
-            connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=accept, args=(listening,), daemon=True)
-        thread.start()
-        yield listening.getsockname()[1], reached
-        listening.shutdown(socket.SHUT_RDWR)
-    thread.join()
-
-
 def many_images(target: Target, num: int = 2000) -> Outcome:
     """Send one request with so many images."""
-    _served(target)
-    status, _ = _ask(target, *[_data(picture(width=8, height=8))] * num)
-    return Outcome(str(status), [] if status in _REFUSED else [f"answered with {status}"])
+    return many(target, _part, picture(width=8, height=8), num)
 
 
 ATTACKS = [

@@ -1,23 +1,18 @@
 """Sounds that are longer, other, or elsewhere than they seem."""
 
-import base64
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tests.attack.attack import Attack, Outcome
-from tests.attack.images import MAX_ENCODER_MIB, MAX_RSS_MIB, encoder_memory, listener
-from tests.attack.target import MODEL, Setup, Target
-from tests.attack.wire import request
+from tests.attack.media_files import MAX_RSS_MIB, FileAttack, base64_of, many
+from tests.attack.target import Setup, Target
 from tests.gpu_worker.towers.sound_files import KINDS, encoded, flac_bomb, tone
 
 SETUP = Setup(reads_sounds=True)
-_REFUSED = {400, 403, 413, 422, 429, 503}
-_CHAT = "/v1/chat/completions"
 _ELSEWHERE = "http://127.0.0.1:{port}/a.wav"
 
 
@@ -93,52 +88,17 @@ ELSEWHERE: dict[str, Callable[[int], bytes]] = {
 
 
 def _part(file: bytes) -> dict[str, object]:
-    data = base64.b64encode(file).decode()
-    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    return {"type": "input_audio", "input_audio": {"data": base64_of(file), "format": "wav"}}
 
 
-def _ask(target: Target, *files: bytes) -> tuple[int, Any]:
-    content = [*map(_part, files), {"type": "text", "text": "What is it?"}]
-    messages = [{"role": "user", "content": content}]
-    return request(target, target.key, _CHAT, model=MODEL, messages=messages, max_tokens=4)
-
-
-def _served(target: Target) -> None:
-    status, answer = _ask(target, sound())
-    assert status == 200, answer
-
-
-def files(target: Target, names: tuple[str, ...] = (), at_once: int = 4) -> Outcome:
-    """Send each file several times at once. What is harmless is answered, what is not is refused, and what names
-    another host reaches none."""
-    _served(target)
-    wrong = []
-    noises = {f"noise-{kind}": partial(noise, kind) for kind in KINDS}
-    with listener() as (port, reached):
-        named = {name: partial(make, port) for name, make in ELSEWHERE.items()}
-        for name, make in (HARMLESS | HARMFUL | noises | named).items():
-            if names and name not in names:
-                continue
-            file = make()
-            with ThreadPoolExecutor(at_once) as pool:
-                statuses = {status for status, _ in pool.map(lambda _, file=file: _ask(target, file), range(at_once))}
-            expected = {200} if name in HARMLESS else _REFUSED
-            if name.startswith(("noise", "elsewhere")):  # some noise is a sound, and a MOV may hold what lies elsewhere
-                expected = _REFUSED | {200}
-            if not statuses <= expected:
-                wrong.append(f"{name} was answered with {statuses}")
-    wrong += [f"{address} was connected to" for address in reached]
-    _served(target)
-    if (memory := encoder_memory(target)) > MAX_ENCODER_MIB:
-        wrong.append(f"the encoder's processes have {memory:.0f} MiB")
-    return Outcome(f"encoder {memory:.0f} MiB", wrong)
+files = FileAttack(
+    _part, sound, HARMLESS, HARMFUL, {f"noise-{kind}": partial(noise, kind) for kind in KINDS}, ELSEWHERE
+).run
 
 
 def many_sounds(target: Target, num: int = 2000) -> Outcome:
     """Send one request with so many sounds."""
-    _served(target)
-    status, _ = _ask(target, *[sound(seconds=0.2)] * num)
-    return Outcome(str(status), [] if status in _REFUSED else [f"answered with {status}"])
+    return many(target, _part, sound(seconds=0.2), num)
 
 
 ATTACKS = [

@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ _MAX_SIZES = 1024
 """Sizes that are remembered until they come again."""
 _FROM_CONFIG = ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
 """``forward`` takes these from the configuration, ``get_image_features`` not in every class."""
+_OF_VIDEOS = "pixel_values_videos"
+"""The argument of towers that do more with the frames of a video than with images."""
 _DECODERS = ("language_model", "text_model")
 _NO_DECODER: dict[str, Any] = {"num_hidden_layers": 0, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 """In Gemma 4 each layer has embeddings of its own."""
@@ -91,6 +93,24 @@ class TowerGraphs:
         self._seen.add(key)
 
 
+class _Features(NamedTuple):
+    """Computes rows: one of the methods of a whole model.
+
+    Attributes:
+        names: The arguments that it has.
+        settings: Those that it gets from the configuration.
+    """
+
+    compute: Callable[..., Any]
+    names: frozenset[str]
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, compute: Callable[..., Any], config: Any) -> "_Features":
+        names = frozenset(inspect.signature(compute).parameters)
+        return cls(compute, names, {name: getattr(config, name) for name in _FROM_CONFIG if name in names})
+
+
 class Tower:
     """Holds the weights of one tower.
 
@@ -140,10 +160,9 @@ class Tower:
             if getattr(self._body, name, None) is not None:
                 setattr(self._body, name, None)
         self._body = placed(self._body, dtype, device).eval()
-        self._config = config
-        known = inspect.signature(self._body.get_image_features).parameters
-        self._known = frozenset(known)
-        self._settings = {name: getattr(config, name) for name in _FROM_CONFIG if name in known}
+        self._images = self._videos = _Features.of(self._body.get_image_features, config)
+        if hasattr(self._body, "get_video_features"):
+            self._videos = _Features.of(self._body.get_video_features, config)
         # Its attention takes all patches of a call, under a mask as large as their square.
         self._joins_images = getattr(config.vision_config, "model_type", "") == "pixtral"
         self.device = device
@@ -160,17 +179,19 @@ class Tower:
 
     @torch.inference_mode()
     def rows(self, pixels: Pixels) -> Rows:
-        """Return the rows of one image, [num_rows, width]. Raises ``ValueError`` for an image whose rows are not
-        finite, ``MemoryError`` if the device has no room for it."""
+        """Return the rows of one image or video, [num_rows, width]. Raises ``ValueError`` if its rows are not finite,
+        ``MemoryError`` if the device has no room for it."""
         try:
-            given = {name: self._tensor(value) for name, value in pixels.items() if name in self._known}
+            known = (self._videos if _OF_VIDEOS in pixels else self._images).names
+            given = {name: self._tensor(value) for name, value in pixels.items() if name in known}
             rows = self._rows(given) if self._graphs is None else self._graphs.compute(_key(pixels), given, self._rows)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         return finite(rows.float().cpu().numpy(), self.width)
 
     def _rows(self, given: dict[str, Tensor]) -> Tensor:
-        output = self._body.get_image_features(**given, **self._settings, return_dict=True)
+        features = self._videos if _OF_VIDEOS in given else self._images
+        output = features.compute(**given, **features.settings, return_dict=True)
         levels = [_flat(output.pooler_output), *map(_flat, getattr(output, "deepstack_features", None) or ())]
         return torch.cat(levels, dim=-1)
 

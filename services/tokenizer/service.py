@@ -1,6 +1,7 @@
 """Runs the tokenizer as a service: loads a checkpoint's tokenizer and chat template."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ class TokenizerService:
             self._renderer = Renderer(
                 info.chat_template,
                 info.special_tokens,
-                control_tokens=_control_tokens(settings, info, tokenizer),
+                control_tokens=_control_tokens(settings, info, tokenizer, [] if reader is None else reader.marks),
                 num_workers=settings.render_workers,
                 seconds=settings.render_timeout,
             )
@@ -85,11 +86,14 @@ class TokenizerService:
             await self._servicer.close()
 
 
-def _control_tokens(settings: TokenizerSettings, info: CheckpointInfo, tokenizer: Tokenizer) -> list[str]:
-    """Return the tokens that clients may not write in their texts."""
+def _control_tokens(
+    settings: TokenizerSettings, info: CheckpointInfo, tokenizer: Tokenizer, marks: Sequence[str]
+) -> list[str]:
+    """Return the tokens that clients may not write in their texts. ``marks``: what templates write for images, videos
+    or sounds, which need not be tokens."""
     if settings.spelled_tokens == "control":
         return []
-    return output_format.control_tokens(tokenizer, info.chat_template)
+    return [*output_format.control_tokens(tokenizer, info.chat_template), *marks]
 
 
 def _reader(path: Path, tokenizer: Tokenizer) -> "MediaReader | None":

@@ -15,6 +15,7 @@ import torch
 import transformers
 import transformers.image_processing_backends
 from PIL import Image
+from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
 from tests.checkpoints.vision_prompts import Picture, VisionPrompt
@@ -53,25 +54,44 @@ class _Scaling:
         found = torch.from_numpy(np.stack(scaled)).permute(0, 3, 1, 2)
         return found.reshape(*image.shape[:-2], *wanted)
 
+    def resize_frames(self, image: torch.Tensor, size: Any, interpolation: Any, **_: Any) -> torch.Tensor:
+        """Scale frames as the function of torchvision does that Gemma 4's processor calls."""
+        return self.resize(image, SizeDict(height=size[0], width=size[1]), interpolation)
+
     def normalize(self, image: torch.Tensor, mean: Any, std: Any, **_: Any) -> torch.Tensor:
         mean, std = (torch.as_tensor(each)[:, None, None] for each in (mean, std))
         return (image - mean) / std
 
 
+_CLASSES = {
+    "qwen2_vl": "Qwen2VLVideoProcessor",
+    "qwen3_vl": "Qwen3VLVideoProcessor",
+    "llava_onevision": "LlavaOnevisionVideoProcessor",
+    "internvl": "InternVLVideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
+    "gemma4": "Gemma4VideoProcessor",
+}
+
+
 def video_processor_class(name: str) -> Any:
-    """Return the class of transformers that prepares videos: of ``qwen2_vl`` or ``qwen3_vl``."""
+    """Return the class of transformers that prepares videos: of a key of ``_CLASSES``."""
     base = importlib.import_module("transformers.video_processing_utils").BaseVideoProcessor
-    stand_ins = {each: types.ModuleType(each) for each in _MODULES}
-    stand_ins[_MODULES[2]].functional = stand_ins[_MODULES[3]]  # type: ignore[attr-defined]
+    functional: Any = types.ModuleType(_MODULES[3])
+    functional.InterpolationMode, functional.resize = object, _Scaling().resize_frames
+    stand_ins = {each: types.ModuleType(each) for each in _MODULES} | {_MODULES[3]: functional}
+    stand_ins[_MODULES[2]].functional = functional  # type: ignore[attr-defined]
     missing = {each: stand_in for each, stand_in in stand_ins.items() if each not in sys.modules}
     sys.modules.update(missing)
+    utils = importlib.import_module("transformers.utils")
+    asked, utils.is_torchvision_v2_available = utils.is_torchvision_v2_available, lambda: True
     try:
         module = importlib.import_module(f"transformers.models.{name}.video_processing_{name}")
     finally:
+        utils.is_torchvision_v2_available = asked
         for each in missing:
             del sys.modules[each]
     base.resize, base.normalize = _Scaling.resize, _Scaling.normalize
-    return module.Qwen2VLVideoProcessor if name == "qwen2_vl" else module.Qwen3VLVideoProcessor
+    return getattr(module, _CLASSES[name])
 
 
 def trained_positions(model: Any) -> Any:

@@ -52,6 +52,8 @@ class WholeVision:
     """``chat_template.jinja``"""
     processor: dict[str, Any] = field(default_factory=dict)
     """``processor_config.json``"""
+    videos: dict[str, Any] = field(default_factory=dict)
+    """``video_preprocessor_config.json``; empty: there is none."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """What ``tokenizer_config.json`` calls some of the tokens."""
     embedding_scale: float = 1.0
@@ -133,7 +135,16 @@ _TILES = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56},
 _GRIDS = [[56 * rows, 56 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 
 
-def _idefics(name: str) -> WholeVision:
+_SMOLVLM_TURNS = (
+    "<s>{% for message in messages %}{{ message['role'] | capitalize + ':' }}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
+    "{{ line['text'] }}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""It has no mark for videos, as that of SmolVLM2 has none."""
+
+
+def _idefics(name: str, template: str = _IDEFICS_TURNS, **preprocessor: Any) -> WholeVision:
     return WholeVision(
         image_text="<image>",
         image_token="<image>",
@@ -149,9 +160,10 @@ def _idefics(name: str) -> WholeVision:
             "processor_class": f"{name}Processor",
             **_TILES,
             **_STEPS,
+            **preprocessor,
         },
         processor={"image_seq_len": 16, "processor_class": f"{name}Processor"},
-        template=_IDEFICS_TURNS,
+        template=template,
     )
 
 
@@ -211,9 +223,28 @@ def _gemma_4(**entries: Any) -> WholeVision:
             "image_mean": [0.0, 0.0, 0.0],
             "image_std": [1.0, 1.0, 1.0],
         },
-        processor={"image_seq_length": 70, "processor_class": "Gemma4Processor"},
+        processor={
+            "image_seq_length": 70,
+            "processor_class": "Gemma4Processor",
+            "video_processor": {
+                "max_soft_tokens": 70,
+                "num_frames": 3,
+                "patch_size": 16,
+                "pooling_kernel_size": 3,
+                "resample": 3,
+                "video_processor_type": "Gemma4VideoProcessor",
+                **_STEPS,
+                "image_mean": [0.0, 0.0, 0.0],
+                "image_std": [1.0, 1.0, 1.0],
+            },
+        },
         template=_template(
-            "{{ '<|turn>' + message['role'] + '\\n' }}", "<turn|>\\n", "<|image|>", "<|turn>model\\n", "{{ '<s>' }}"
+            "{{ '<|turn>' + message['role'] + '\\n' }}",
+            "<turn|>\\n",
+            "<|image|>",
+            "<|turn>model\\n",
+            "{{ '<s>' }}",
+            "<|video|>",
         ),
         embedding_scale=0.3,
         tokenizer={f"{name}_token": token for name, token in names.items()},
@@ -276,10 +307,22 @@ FAMILIES = {
             "video_token": "<video>",
             "vision_feature_select_strategy": "full",
         },
-        template=_template(_CHATML, "<|im_end|>", "<image>", "<|im_start|>assistant\\n"),
+        videos={
+            "num_frames": 6,
+            "resample": 3,
+            "size": {"height": 56, "width": 56},
+            "video_processor_type": "LlavaOnevisionVideoProcessor",
+            **_EVEN_COLOURS,
+            **_STEPS,
+        },
+        template=_template(_CHATML, "<|im_end|>", "<image>", "<|im_start|>assistant\\n", video="<video>"),
     ),
     "idefics3": _idefics("Idefics3"),
-    "smolvlm": _idefics("SmolVLM"),
+    "smolvlm": _idefics(
+        "SmolVLM",
+        _SMOLVLM_TURNS,
+        video_sampling={"fps": 3, "max_frames": 6, "video_size": {"longest_edge": 56}},
+    ),
     "qwen2_vl": WholeVision(
         image_text=_QWEN_IMAGE,
         image_token="<|image_pad|>",
@@ -377,7 +420,23 @@ FAMILIES = {
             **_STEPS,
         },
         processor={"image_seq_length": 4, "processor_class": "InternVLProcessor"},
-        template=_template(_CHATML, "<|im_end|>\\n", "<IMG_CONTEXT>\\n", "<|im_start|>assistant\\n", "{{ '<s>' }}"),
+        videos={
+            "initial_shift": True,
+            "num_frames": 6,
+            "resample": 3,
+            "size": {"height": 56, "width": 56},
+            "video_processor_type": "InternVLVideoProcessor",
+            **_CLIP_COLOURS,
+            **_STEPS,
+        },
+        template=_template(
+            _CHATML,
+            "<|im_end|>\\n",
+            "<IMG_CONTEXT>\\n",
+            "<|im_start|>assistant\\n",
+            "{{ '<s>' }}",
+            "<video>\\n",
+        ),
         tokenizer={
             "context_image_token": "<IMG_CONTEXT>",
             "end_image_token": "</img>",
@@ -416,6 +475,8 @@ def write_whole_vision(kind: str, directory: Path, **entries: Any) -> Path:
     (path / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))
     if family.processor:
         (path / "processor_config.json").write_text(json.dumps(family.processor))
+    if family.videos:
+        (path / "video_preprocessor_config.json").write_text(json.dumps(family.videos))
     make_tokenizer(TOKENS, family.tokenizer).save_pretrained(path)
     (path / "chat_template.jinja").write_text(family.template)
     return path

@@ -14,6 +14,8 @@ import numpy as np
 import openai
 import pytest
 
+from tests.checkpoints import frame_prompts
+from tests.checkpoints.frame_prompts import FrameModel
 from tests.checkpoints.video_prompts import Shown, VideoModel
 from tests.checkpoints.whole_vision import write_whole_vision
 from tests.gpu_worker.towers.video_files import shades, video
@@ -29,7 +31,7 @@ QUESTION = "What happens? " * 3
 class Served:
     """A mesh of a model, and transformers' model of the same checkpoint."""
 
-    def __init__(self, mesh: Any, model: VideoModel) -> None:
+    def __init__(self, mesh: Any, model: VideoModel | FrameModel) -> None:
         self.mesh = mesh
         self._model = model
 
@@ -76,12 +78,14 @@ def shown(file: bytes) -> Shown:
     [
         ("qwen3_vl", ()),
         ("qwen2_5_vl", ("--prefill", "1", "--decode", "1", "--pd-threshold", "16")),
+        ("smolvlm", ()),
+        ("llava_onevision", ("--prefill", "1", "--decode", "1", "--pd-threshold", "16")),
     ],
 )
 def test_answers_are_those_of_the_whole_model(serve: Any, tmp_path: Path, kind: str, layout: tuple[str, ...]) -> None:
     entries = {"vision_config": {"tokens_per_second": 2}} if kind == "qwen2_5_vl" else {}
     path = write_whole_vision(kind, tmp_path, **entries)
-    model = VideoModel(kind, path, load_vision(path))
+    model = (FrameModel if kind in frame_prompts.KINDS else VideoModel)(kind, path, load_vision(path))
     served = Served(serve(str(path), "--max-model-len", "1500", "--dtype", "float32", *layout), model)
     one, other = video(shades(23, 200, 180)), video(shades(23, 200, 180, 2))
     second = video(shades(9, 120, 200, 1), "webm", 4)
@@ -97,8 +101,11 @@ def test_answers_are_those_of_the_whole_model(serve: Any, tmp_path: Path, kind: 
     assert usage.prompt_tokens_details.cached_tokens >= 64
     assert served.num_encoded() == before, "a second turn computes no row"
 
-    options = {"num_frames": 6, "max_pixels": 40_000}
-    wanted, num_tokens = served.expected([shown(one)], num_frames=6, size=model.size(max_pixels=40_000))
+    options, theirs = {"num_frames": 4}, dict[str, Any](num_frames=4)
+    if isinstance(model, VideoModel):
+        options |= {"max_pixels": 40_000}
+        theirs |= {"size": model.size(max_pixels=40_000)}
+    wanted, num_tokens = served.expected([shown(one)], **theirs)
     tokens, usage = served.answer([url_of(one)], mm_processor_kwargs=options)
     assert (tokens, usage.prompt_tokens) == (wanted, num_tokens)
     assert served.num_encoded() > before

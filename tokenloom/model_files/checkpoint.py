@@ -91,7 +91,7 @@ class CheckpointInfo:
             # token, a request adds it with stop_token_ids.
             eos_token_ids=chosen or tuple(sorted({*declared, *_eos_of_tokenizer(path, tokens)})),
             default_sampling_params=_sampling_defaults(path, generation),
-            chat_template=_chat_template(path, tokenizer),
+            chat_template=_chat_template(path, tokenizer, config.get("model_type")),
             special_tokens=tokens,
             vector_texts=_vector_texts(path),
         )
@@ -325,7 +325,19 @@ def _token_text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str:
+_IMAGES_OF_SMOLVLM = "{% elif line['type'] == 'image' %}{{ '<image>' }}"
+_VIDEOS_OF_SMOLVLM = "{% elif line['type'] == 'video' %}{{ '<video>' }}"
+
+
+def _chat_template(path: Path, tokenizer_config: dict[str, Any], model_type: object = None) -> str:
+    template = _published_template(path, tokenizer_config)
+    if model_type == "smolvlm" and "'video'" not in template:
+        # The published template writes nothing for a video. transformers takes another one then, which differs in this.
+        template = template.replace(_IMAGES_OF_SMOLVLM, _IMAGES_OF_SMOLVLM + _VIDEOS_OF_SMOLVLM)
+    return template
+
+
+def _published_template(path: Path, tokenizer_config: dict[str, Any]) -> str:
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text()
     template = _read_json(path / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))

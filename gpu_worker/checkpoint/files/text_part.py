@@ -34,13 +34,13 @@ WRAPPERS = {
     "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True, media=_IMAGES),
     "LlavaForConditionalGeneration": _Wrapper("llava", "llama", media=_IMAGES),
     "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
-    "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2", media=_IMAGES),
-    "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True, media=_IMAGES),
+    "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2", media=_VIDEOS),
+    "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True, media=_VIDEOS),
     "Idefics3ForConditionalGeneration": _Wrapper("idefics3", "llama", media=_IMAGES),
-    "SmolVLMForConditionalGeneration": _Wrapper("smolvlm", "llama", media=_IMAGES),
+    "SmolVLMForConditionalGeneration": _Wrapper("smolvlm", "llama", media=_VIDEOS),
     "AyaVisionForConditionalGeneration": _Wrapper("aya_vision", "cohere2", is_tied=True),
     "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True, media=_IMAGES),
-    "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True, media=_IMAGES),
+    "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True, media=_VIDEOS),
     "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
     "MuseGlimmerForConditionalGeneration": _Wrapper("muse_glimmer", "muse_glimmer_text"),
     "Phi4MMForCausalLM": _Wrapper("phi4mm", "phi3"),
@@ -190,7 +190,8 @@ def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
         case "gemma3":
             return MediaSwitches(seen_whole="all")
         case "gemma4":
-            return MediaSwitches(seen_whole="sliding" if text.get("use_bidirectional_attention") == "vision" else None)
+            is_whole = text.get("use_bidirectional_attention") == "vision"
+            return MediaSwitches(seen_whole="sliding" if is_whole else None, kinds=WRAPPERS[name].media)
         case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_moe":
             is_third = kind.startswith("qwen3_vl")
             entries = text or values

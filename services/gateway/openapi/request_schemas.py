@@ -170,7 +170,10 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
     ] = None
     mm_processor_kwargs: Annotated[
         dict[str, Any] | None,
-        Meta(description="Of the model's image processor: min_pixels, max_pixels, max_soft_tokens, where it has them."),
+        Meta(
+            description="Of the model's processor of images and videos, where it has them: min_pixels, max_pixels, "
+            "max_soft_tokens, and of videos num_frames or fps."
+        ),
     ] = None
 
 

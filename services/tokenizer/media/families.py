@@ -314,31 +314,37 @@ class Gemma4:
     depends_on_count: ClassVar[bool] = False
 
     @classmethod
-    def read(cls, token: str, begin: str, end: str, images: Entries) -> "Gemma4":
+    def read(cls, token: str, begin: str, end: str, images: Entries, most: int = 280) -> "Gemma4":
+        """``most``: rows, where ``images`` does not say."""
         patch, pooled = images.number("patch_size", 16), images.number("pooling_kernel_size", 3)
-        return cls(token, begin, end, patch, pooled, images.number("max_soft_tokens", 280))
+        return cls(token, begin, end, patch, pooled, images.number("max_soft_tokens", most))
 
     @property
     def mark(self) -> str:
         return self.token
 
     def text(self, size: ShownMedia, count: int) -> MediaText:
-        return MediaText(f"{self.begin}{self.token * self._num_rows(size)}{self.end}")
+        return MediaText(f"{self.begin}{self.token * math.prod(self.grid(size))}{self.end}")
 
-    def _num_rows(self, size: ShownMedia) -> int:
+    @property
+    def side(self) -> int:
+        """Pixels of a row's square."""
+        return self.pooled * self.patch
+
+    def grid(self, size: ShownMedia) -> tuple[int, int]:
+        """Return the lines and columns of squares, of which each is a row."""
         width, height = size.width, size.height
         most = size.options.get("max_soft_tokens", self.most)
         if most not in _SOFT_TOKENS:
             name = f"{OPTIONS_FIELD}.max_soft_tokens"
             raise InvalidArgument(f"{name} must be one of {', '.join(map(str, _SOFT_TOKENS))}", name)
         factor = math.sqrt(most * self.pooled**2 * self.patch**2 / (height * width))
-        side = self.pooled * self.patch
-        lines, columns = (math.floor(factor * length / side) for length in (height, width))
+        lines, columns = (math.floor(factor * length / self.side) for length in (height, width))
         if not lines:
             lines, columns = 1, min(width // height, most)
         elif not columns:
             lines, columns = min(height // width, most), 1
-        return lines * columns
+        return lines, columns
 
 
 @dataclass(frozen=True)

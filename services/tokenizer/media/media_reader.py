@@ -27,7 +27,15 @@ from tokenloom.v1.types_pb2 import (
 
 from .families import Gemma4, Idefics, InternVL, OneVision, Pixtral, Qwen, Qwen2Audio, gemma3, llava
 from .media_text import OPTIONS_FIELD, Entries, MediaFamily, MediaText, ShownMedia
-from .video_families import Qwen2Video, Qwen3Video
+from .video_families import (
+    Gemma4Video,
+    InternVLVideo,
+    OneVisionVideo,
+    Qwen2Video,
+    Qwen3Video,
+    SmolVideo,
+    few_frames,
+)
 
 _FILES = ("config.json", *IMAGE_FILES, VIDEO_FILE)
 """What the rows of an image, a video or a sound depend on, beside the weights."""
@@ -105,6 +113,26 @@ def _qwen3_video(files: _Checkpoint) -> MediaFamily:
     return Qwen3Video.read(files.token("video", "<|video_pad|>"), begin, end, files.videos)
 
 
+def _onevision_video(files: _Checkpoint) -> MediaFamily:
+    return OneVisionVideo.read(files.token("video", "<video>"), files.config, files.videos, files.processor)
+
+
+def _internvl_video(files: _Checkpoint) -> MediaFamily:
+    token, rows = files.token("image", "<IMG_CONTEXT>"), files.config.number("image_seq_length", 256)
+    rows = files.processor.number("image_seq_length", rows)
+    return InternVLVideo.read(token, "<img>", "</img>", rows, files.videos)
+
+
+def _smol_video(files: _Checkpoint) -> MediaFamily:
+    return SmolVideo.read(files.token("image", "<image>"), files.videos, files.processor)
+
+
+def _gemma4_video(files: _Checkpoint) -> MediaFamily:
+    begin, end = files.token("boi", "<|image>"), files.token("eoi", "<image|>")
+    frame = Gemma4.read(files.token("video", "<|video|>"), begin, end, files.videos, most=70)
+    return Gemma4Video(frame, few_frames(files.videos))
+
+
 def _qwen2_audio(files: _Checkpoint) -> MediaFamily:
     return Qwen2Audio.read(files.token("audio", "<|AUDIO|>"), files.images)
 
@@ -124,6 +152,10 @@ _FAMILIES: Mapping[str, Callable[[_Checkpoint], MediaFamily]] = {
 _VIDEOS: Mapping[str, Callable[[_Checkpoint], MediaFamily]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _qwen2_video),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_video),
+    "llava_onevision": _onevision_video,
+    "internvl": _internvl_video,
+    "smolvlm": _smol_video,
+    "gemma4": _gemma4_video,
 }
 """Of those that are shown videos, too."""
 
@@ -191,6 +223,11 @@ class MediaReader:
         )
 
     @property
+    def marks(self) -> list[str]:
+        """What the chat template writes for an image, a video or a sound."""
+        return [family.mark for family in self._families]
+
+    @property
     def kinds(self) -> list[MediaKind]:
         """What the model reads beside text."""
         return [self.family.kind] if self.videos is None else [self.family.kind, self.videos.kind]
@@ -202,7 +239,7 @@ class MediaReader:
         and for a template that does not write one mark for each, in their order.
         """
         # The text, and never its ids: tokens of the text between tiles merge with the text around the image.
-        marks = [family.mark for family in self._families]
+        marks = self.marks
         pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
         written = pieces[1::2]
         expected = [self._family(index, each.kind).mark for index, each in enumerate(media)]
@@ -270,18 +307,24 @@ class MediaReader:
     def place(self, items: Sequence[MediaItem], token_ids: list[int]) -> None:
         """Give items the runs of their tokens in a prompt; ids that the model has not become 0 there. Raises
         ``InvalidArgument`` if there are others."""
-        self._place(self.family, self.token_id, items, token_ids)
+        ids = {self.family.kind: self.token_id}
         if self.videos is not None and self.video_id is not None:
-            self._place(self.videos, self.video_id, items, token_ids)
+            ids[self.videos.kind] = self.video_id
+        for token_id in set(ids.values()):  # frames of some videos have the token of images
+            kinds = [kind for kind, own in ids.items() if own == token_id]
+            self._place(token_id, kinds, [item for item in items if item.kind in kinds], token_ids)
 
-    def _place(self, family: MediaFamily, token_id: int, media: Sequence[MediaItem], token_ids: list[int]) -> None:
-        """Give items of a family the runs of their tokens."""
-        items = [item for item in media if item.kind == family.kind]
+    def _place(
+        self, token_id: int, kinds: Sequence[MediaKind], items: Sequence[MediaItem], token_ids: list[int]
+    ) -> None:
+        """Give items of these kinds the runs of their token."""
         places = [position for position, each in enumerate(token_ids) if each == token_id]
-        if len(places) != sum(item.num_rows for item in items):
+        if len(places) != (num_rows := sum(item.num_rows for item in items)):
+            token = self._family(0, kinds[0]).token
+            names = " and ".join(f"{_NAMES[kind]}s" for kind in kinds)
             raise InvalidArgument(
-                f"messages: there are {len(places)} tokens {family.token} for "
-                f"{sum(item.num_rows for item in items)} rows of the {_NAMES[family.kind]}s; each row takes one",
+                f"messages: there are {len(places)} tokens {token} for {num_rows} rows of the {names}; each row takes "
+                "one",
                 "messages",
             )
         taken = 0

@@ -94,6 +94,16 @@ class Entries:
             raise InvalidArgument(f"model: {self._name}: {key} must be a number above 0", "model")
         return float(value)
 
+    def amount(self, key: str) -> float | None:
+        """Return a finite number from 0 on; None: the entry is true, or missing. Raises ``InvalidArgument`` for
+        anything else."""
+        value = self._values.get(key)
+        if value is None or value is True:
+            return None
+        if type(value) not in (bool, int, float) or not 0 <= value < math.inf:
+            raise InvalidArgument(f"model: {self._name}: {key} must be true, false or a number from 0 on", "model")
+        return float(value)
+
     def text(self, key: str, default: str = "") -> str:
         """Return a text; a token may be an object with its content."""
         value = self._values.get(key, default)
@@ -133,3 +143,25 @@ def option(size: ShownMedia, name: str, default: int, least: int, most: int) -> 
         wanted = f"from {least} to {most}, the model's own limit"
         raise InvalidArgument(f"{OPTIONS_FIELD}.{name} must be {wanted}", f"{OPTIONS_FIELD}.{name}")
     return value
+
+
+def clock(seconds: float) -> str:
+    """Return a time as minutes and seconds, of which parts are dropped."""
+    return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
+
+
+_ONES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_TEENS = ("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def in_words(number: int) -> str:
+    """Return a number below 1,000 in English words."""
+    small, (hundreds, rest) = _ONES + _TEENS, divmod(number, 100)
+    parts = [f"{small[hundreds]} hundred"] if hundreds else []
+    if rest >= len(small):
+        tens, ones = divmod(rest, 10)
+        parts.append(_TENS[tens - 2] + (f"-{small[ones]}" if ones else ""))
+    elif rest or not hundreds:
+        parts.append(small[rest])
+    return " and ".join(parts)

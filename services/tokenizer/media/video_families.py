@@ -2,8 +2,9 @@
 written.
 
 Qwen2-VL and Qwen2.5-VL see all frames in one run of rows, and know their times by rotary positions; from Qwen3-VL on
-each pair of frames has its time as text before it. Rounding, and the order of operations on floating point numbers, is
-that of the video processors of transformers.
+each pair of frames has its time as text before it. To LLaVA-OneVision, InternVL, SmolVLM and Gemma 4 each frame is an
+image of one size; the last two read its time. Rounding, and the order of operations on floating point numbers, is that
+of the video processors of transformers.
 """
 
 import json
@@ -11,20 +12,27 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import ClassVar
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1.types_pb2 import MEDIA_KIND_VIDEO
 
-from .families import scaled_grid
-from .media_text import OPTIONS_FIELD, Entries, MediaText, ShownMedia, option
+from .families import Gemma4, scaled_grid
+from .media_text import OPTIONS_FIELD, Entries, MediaText, ShownMedia, clock, in_words, option
 
 DEFAULT_RATE = 2.0
 """Frames in a second that are shown where the checkpoint does not say: as Qwen's own ``qwen-vl-utils`` has it."""
 LISTED_RATE = 1.0
 """Pictures of a list in a second, as vLLM counts them."""
 _OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
+_FRAME_OPTIONS = frozenset({"fps", "num_frames"})
 _MOST_RATE = 1000
+_MOST_USUAL = 768
+USUAL_FRAMES = 32
+"""That are shown of a video where the checkpoint does not say: as LLaVA's own tools and vLLM have it."""
+MOST_FRAMES = 128
+"""A client may ask for, where each is an image: the tower computes all of them at once."""
 MAX_ROWS = 1 << 18
 """Of a video: more than any context holds, and few enough that their text is written."""
 
@@ -49,17 +57,24 @@ class FrameChoice:
     def of(self, video: ShownMedia) -> "FrameChoice | None":
         """Return the choice for one video, with the client's options; None: all frames are shown. Raises
         ``InvalidArgument`` for options that exclude each other, or ask for more than the model's most."""
-        rate, count = video.options.get("fps"), video.options.get("num_frames")
-        if rate is not None and count is not None:
-            name = f"{OPTIONS_FIELD}.fps"
-            raise InvalidArgument(f"{name} and {OPTIONS_FIELD}.num_frames exclude each other", name)
+        rate, count = _asked(video, self.most)
         if count is not None:
-            return FrameChoice(0.0, option(video, "num_frames", 1, 1, self.most), self.least, self.most)
+            return FrameChoice(0.0, count, self.least, self.most)
         if rate is not None:
-            if not rate <= _MOST_RATE:
-                raise InvalidArgument(f"{OPTIONS_FIELD}.fps must be at most {_MOST_RATE}", f"{OPTIONS_FIELD}.fps")
-            return FrameChoice(float(rate), None, self.least, self.most)
+            return FrameChoice(rate, None, self.least, self.most)
         return None if not video.rate and video.frames <= self.most else self
+
+
+def _asked(video: ShownMedia, most: int, *, both: bool = False) -> tuple[float | None, int | None]:
+    """Return how many frames of a second, and how many at all, a client asks for. ``both``: whether it may say both.
+    Raises ``InvalidArgument``."""
+    rate, count = video.options.get("fps"), video.options.get("num_frames")
+    name = f"{OPTIONS_FIELD}.fps"
+    if rate is not None and count is not None and not both:
+        raise InvalidArgument(f"{name} and {OPTIONS_FIELD}.num_frames exclude each other", name)
+    if rate is not None and not 0 < rate <= _MOST_RATE:
+        raise InvalidArgument(f"{name} must be above 0 and at most {_MOST_RATE}", name)
+    return None if rate is None else float(rate), None if count is None else option(video, "num_frames", 1, 1, most)
 
 
 def _rate(video: ShownMedia) -> float:
@@ -142,8 +157,7 @@ class Qwen2Video:
             return range(total)
         if choice.count is not None:
             number = max(1, round(choice.count / self.depth)) * self.depth
-            if number > total:
-                raise ValueError(f"it has {total} frames, and {number} of them are asked for")
+            _check_number(number, total)
         else:
             most = math.floor(min(choice.most, total) / self.depth) * self.depth
             wanted = min(max(total / _rate(video) * choice.rate, choice.least), most, total)
@@ -237,17 +251,198 @@ class Qwen3Video:
         return scaled_grid(width, height, side, least, most, shown=shown, frames=max(num_frames, self.depth))
 
 
+@dataclass(frozen=True)
+class FewFrames:
+    """Says how many frames are shown of a video, each as an image."""
+
+    usual: int
+    """Where a client does not say."""
+    most: int
+
+    def number(self, video: ShownMedia) -> int:
+        """Return it. Raises ``ValueError`` if a video has less than a client asks for, and ``InvalidArgument``."""
+        rate, count = _asked(video, self.most)
+        if count is not None:
+            return _check_number(count, video.frames)
+        if rate is not None:
+            count = max(1, int(video.frames / _rate(video) * rate))
+        return min(count or (self.usual if video.rate else self.most), self.most, video.frames)
+
+
+def few_frames(videos: Entries) -> FewFrames:
+    """Return what a checkpoint's processor of videos says."""
+    usual = min(videos.number("num_frames", USUAL_FRAMES), _MOST_USUAL)
+    return FewFrames(usual, max(usual, MOST_FRAMES))
+
+
+def _check_number(number: int, total: int) -> int:
+    if number > total:
+        raise ValueError(f"it has {total} frames, and {number} of them are asked for")
+    return number
+
+
+def _evenly(total: int, number: int) -> list[int]:
+    return [index * total // number for index in range(number)]
+
+
+@dataclass(frozen=True)
+class OneVisionVideo:
+    """LLaVA-OneVision: fewer rows for each frame than for an image, and one more behind all."""
+
+    token: str
+    choice: FewFrames
+    rows: int
+    """Of a frame."""
+    size: tuple[int, int]
+    """Height and width to which frames are scaled."""
+    kind: ClassVar = MEDIA_KIND_VIDEO
+    option_names: ClassVar[frozenset[str]] = _FRAME_OPTIONS
+    depends_on_count: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, token: str, config: Entries, videos: Entries, processor: Entries) -> "OneVisionVideo":
+        size = videos.side("size", 384)
+        side = size[0] // config.part("vision_config").number("patch_size", 14)
+        pooled = -(-math.isqrt(processor.number("num_image_tokens", side**2)) // 2)
+        return cls(token, few_frames(videos), pooled**2, size)
+
+    @property
+    def mark(self) -> str:
+        return self.token
+
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        frames = _evenly(size.frames, self.choice.number(size))
+        return MediaText(self.token * (len(frames) * self.rows + 1), options_json=_plan(frames, *self.size))
+
+
+@dataclass(frozen=True)
+class InternVLVideo:
+    """InternVL: each frame is an image of one tile with its number before it."""
+
+    token: str
+    begin: str
+    end: str
+    choice: FewFrames
+    rows: int
+    """Of a frame."""
+    size: tuple[int, int]
+    """Height and width to which frames are scaled."""
+    shift: float | None
+    """The first frame; None: from the middle of its part of the video on."""
+    mark: ClassVar[str] = "<video>"
+    kind: ClassVar = MEDIA_KIND_VIDEO
+    option_names: ClassVar[frozenset[str]] = _FRAME_OPTIONS
+    depends_on_count: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, token: str, begin: str, end: str, rows: int, videos: Entries) -> "InternVLVideo":
+        """``rows``: of a frame."""
+        size, shift = videos.side("size", 384), videos.amount("initial_shift")
+        return cls(token, begin, end, few_frames(videos), rows, size, shift)
+
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        total, number = size.frames, self.choice.number(size)
+        shift = total / number / 2 if self.shift is None else self.shift
+        frames = _spread(total, number, shift)
+        if not frames:
+            raise ValueError(f"it has {total} frames, and the first that is shown is at {shift:g}")
+        rows = f"{self.begin}{self.token * self.rows}{self.end}"
+        text = "\n".join(f"Frame{place}: {rows}" for place in range(1, len(frames) + 1))
+        return MediaText(text, options_json=_plan(frames, *self.size))
+
+
+@dataclass(frozen=True)
+class Gemma4Video:
+    """Gemma 4: each frame is an image of few rows with its time before it."""
+
+    frame: Gemma4
+    """How it writes one; its token is that of videos."""
+    choice: FewFrames
+    kind: ClassVar = MEDIA_KIND_VIDEO
+    option_names: ClassVar[frozenset[str]] = _FRAME_OPTIONS | {"max_soft_tokens"}
+    depends_on_count: ClassVar[bool] = False
+
+    @property
+    def token(self) -> str:
+        return self.frame.token
+
+    @property
+    def mark(self) -> str:
+        return self.token
+
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        frames = _evenly(size.frames, self.choice.number(size))
+        lines, columns = (length * self.frame.side for length in self.frame.grid(size))
+        rows = self.frame.text(size, count).text
+        text = " ".join(f"{clock(frame / _rate(size))} {rows}" for frame in frames)
+        return MediaText(text, options_json=_plan(frames, lines, columns))
+
+
+@dataclass(frozen=True)
+class SmolVideo:
+    """SmolVLM: a sentence about the video, and each frame as an image that is not cut, with its time before it."""
+
+    token: str
+    rows: int
+    """Of a frame."""
+    side: int
+    """Pixels of a frame's side."""
+    rate: float
+    """Frames of a second that are shown."""
+    most: int
+    """Frames of a video, where a client does not say."""
+    mark: ClassVar[str] = "<video>"
+    kind: ClassVar = MEDIA_KIND_VIDEO
+    option_names: ClassVar[frozenset[str]] = _FRAME_OPTIONS
+    depends_on_count: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, token: str, videos: Entries, processor: Entries) -> "SmolVideo":
+        sampling = videos.part("video_sampling")
+        return cls(
+            token,
+            processor.number("image_seq_len", 169),
+            videos.part("max_image_size").number("longest_edge", 364),
+            sampling.positive("fps", videos.positive("fps", 1.0)),
+            min(sampling.number("max_frames", videos.number("num_frames", 64)), MOST_FRAMES),
+        )
+
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        frames, rate, around = self._frames(size), _rate(size), "<fake_token_around_image>"
+        shown = f"{in_words(len(frames))} frames from a {timedelta(seconds=int(size.frames / rate))} [H:MM:SS] video"
+        head = f"You are provided the following series of {shown}.\n"
+        image = f"{around}<global-img>{self.token * self.rows}{around}"
+        text = "".join(f"\nFrame from {clock(frame / rate)}:{image}" for frame in frames)
+        return MediaText(f"{head}{text}\n\n", options_json=_plan(frames, self.side, self.side))
+
+    def _frames(self, video: ShownMedia) -> list[int]:
+        """Return the indices of the frames that are shown. Of a long video the first and the last second are not."""
+        rate, most = _asked(video, MOST_FRAMES, both=True)
+        if rate is None and most is None and not video.rate and video.frames <= MOST_FRAMES:
+            return list(range(video.frames))
+        rate, most = self.rate if rate is None else rate, most or self.most
+        own, last = _rate(video), video.frames - 1
+        seconds = video.frames / own
+        number, first, end = max(min(round(rate * seconds), most), 1), 0, last
+        if seconds - 2 > most * rate:
+            first, end = int(own), min(int(video.frames - own), last)
+            first, end = (first, end) if first < end else (0, last)
+        step = (end - first) / max(number - 1, 1)
+        inner = [int(index * step + first) for index in range(number - 1)]
+        return sorted({*inner, end if number > 1 else first})
+
+
 def _bounds(video: ShownMedia, least: int, most: int) -> tuple[int, int]:
     """Return the least and the most pixels, with the client's options."""
     most = option(video, "max_pixels", most, 1, most)
     return option(video, "min_pixels", min(least, most), 1, most), most
 
 
-def _spread(total: int, number: int) -> list[int]:
-    """Return ``number`` of ``total`` indices at equal distances, from 0 on; one more where rounding leaves room for it,
-    as ``torch.arange`` does."""
+def _spread(total: int, number: int, first: float = 0.0) -> list[int]:
+    """Return ``number`` of ``total`` indices at equal distances, from ``first`` on; one more where rounding leaves room
+    for it, as ``torch.arange`` does."""
     step = total / number
-    return [int(_float32(index * step)) for index in range(math.ceil(total / step))]
+    return [int(_float32(first + index * step)) for index in range(max(math.ceil((total - first) / step), 0))]
 
 
 def _float32(value: float) -> float:

@@ -135,11 +135,16 @@ class AsyncLLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedPrompt:
         """Return the prompt of a conversation, for :meth:`generate`; the arguments are those of ``LLM.chat``."""
         return await self._call(
             lambda engine: engine.chat_prompt(
-                messages, chat_template=chat_template, tools=tools, chat_template_kwargs=chat_template_kwargs
+                messages,
+                chat_template=chat_template,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
         )
 

@@ -153,6 +153,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
@@ -164,6 +165,7 @@ class LLM:
             add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
+            mm_processor_kwargs: Options of the processor of images and videos, such as ``max_pixels`` or ``fps``.
             lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
         """
         with as_value_error():
@@ -173,6 +175,7 @@ class LLM:
                 tools,
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=chat_template_kwargs,
+                processor=mm_processor_kwargs,
             )
             requests = self._requests(encoded, sampling_params, lora_request)
         return self._run(requests, use_tqdm)

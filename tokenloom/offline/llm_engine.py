@@ -210,11 +210,17 @@ class LLMEngine:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedPrompt:
         """Return the prompt of a conversation, for :meth:`add_request`; the arguments are those of ``LLM.chat``."""
         with as_value_error():
             (prompt,) = self.chats.encode(
-                [messages], chat_template, tools, add_generation_prompt=True, template_kwargs=chat_template_kwargs
+                [messages],
+                chat_template,
+                tools,
+                add_generation_prompt=True,
+                template_kwargs=chat_template_kwargs,
+                processor=mm_processor_kwargs,
             )
         if prompt.error is not None:
             raise prompt.error

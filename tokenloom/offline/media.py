@@ -264,10 +264,14 @@ class OfflineMedia:
         self._num_bytes = 0
 
     def expand(
-        self, rendered: Rendered, given: Sequence[GivenMedia], salt: bytes = b""
+        self,
+        rendered: Rendered,
+        given: Sequence[GivenMedia],
+        salt: bytes = b"",
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[Rendered, PromptMedia]:
-        """Return the text of a prompt with the tokens of its media, which have no places yet. Raises ``ValueError``,
-        or ``InvalidArgument`` for what the model does not take."""
+        """Return the text of a prompt with the tokens of its media, which have no places yet. ``options``: of their
+        processor. Raises ``ValueError``, or ``InvalidArgument`` for what the model does not take."""
         if self._reader is None:
             raise ValueError("this model reads text only")
         files: dict[bytes, bytes | Samples] = {}
@@ -275,6 +279,10 @@ class OfflineMedia:
             self._reader.check_kind(index, each.kind)
         given = [given[index] for index in self._reader.order(rendered.text, [each.kind for each in given])]
         sizes = [self._size(each, files) for each in given]
+        if options:
+            packed = _packed(options)
+            for size in sizes:
+                size.options_json = packed
         text, items = self._reader.expand(rendered.text, sizes, salt)
         return replace(rendered, text=text), PromptMedia(items, files)
 
@@ -296,6 +304,11 @@ class OfflineMedia:
             )
         piece = EncodeTranscriptRequest(sound=sound, samples=sound.samples, cache_salt=salt)
         return PromptMedia(self._transcripts.encode(piece).media, files)
+
+    @property
+    def marks(self) -> list[str]:
+        """What the chat template writes for images, videos or sounds."""
+        return [] if self._reader is None else self._reader.marks
 
     def place(self, media: PromptMedia, token_ids: list[int]) -> None:
         """Give images and sounds their places in a prompt's tokens. Raises ``InvalidArgument``."""
@@ -388,7 +401,8 @@ class OfflineMedia:
         if isinstance(file, bytes) and item.kind == MEDIA_KIND_VIDEO:
             return self._processor.frames(file, json.loads(item.options_json))
         if isinstance(file, bytes):
-            return self._processor.pixels(file, num_in_prompt=item.num_in_prompt)
+            options = json.loads(item.options_json) if item.options_json else {}
+            return self._processor.pixels(file, options, num_in_prompt=item.num_in_prompt)
         return self._sound_processor.features(file)
 
     def _keep(self, key: RowsKey, rows: Samples) -> None:
@@ -397,6 +411,16 @@ class OfflineMedia:
         while self._num_bytes > _KEPT_BYTES:
             _, dropped = self._rows.popitem(last=False)
             self._num_bytes -= dropped.nbytes
+
+
+def _packed(options: object) -> bytes:
+    """Return options of the processor as messages have them; the reader checks each. Raises ``ValueError``."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise ValueError("mm_processor_kwargs must be a mapping of names to numbers")
+    try:
+        return json.dumps(dict(options), allow_nan=False).encode()
+    except TypeError:
+        raise ValueError("mm_processor_kwargs must be a mapping of names to numbers") from None
 
 
 def _image(given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:

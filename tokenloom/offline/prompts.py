@@ -23,11 +23,13 @@ from .media import MARKS, GivenMedia, OfflineMedia, PromptMedia, media_of, take_
 
 
 class TextPrompt(TypedDict, total=False):
-    """A text: ``{"prompt": …}``, with the images or sounds that its marks stand for in ``multi_modal_data``."""
+    """A text: ``{"prompt": …}``, with the images or sounds that its marks stand for in ``multi_modal_data``. Options of
+    their processor are in ``mm_processor_kwargs``."""
 
     prompt: str
     cache_salt: str
     multi_modal_data: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -51,7 +53,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 T = TypeVar("T")
 
-_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data")
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data", "mm_processor_kwargs")
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,17 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, media: Offlin
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{key} must be a string, not {type(value).__name__}")
         whole_text("the prompt" if key == "prompt" else key, value or "")
+    options = prompt.get("mm_processor_kwargs")
     if (data := prompt.get("multi_modal_data")) and (given := media_of(data)):
         if media is not None and (sound := media.beside(given, salt.encode())) is not None:
+            if options:
+                raise ValueError("mm_processor_kwargs: the processor of this model has no options")
             return TokenizedPrompt(text, _ids_beside(text, token_ids, tokenizer), salt.encode(), media=sound)
-        if media is None or text is None or len(prompt.keys() - {"cache_salt"}) > 2:
+        if media is None or text is None or len(prompt.keys() - {"cache_salt", "mm_processor_kwargs"}) > 2:
             raise ValueError("multi_modal_data needs a prompt of text with the model's mark for each image or sound")
-        return _with_media(text, given, salt.encode(), tokenizer, media)
+        return _with_media(text, given, salt.encode(), tokenizer, media, options)
+    if options:
+        raise ValueError("mm_processor_kwargs needs images or videos in multi_modal_data")
     if (embeds := prompt.get("prompt_embeds")) is not None:
         if text is not None or token_ids is not None:
             raise ValueError(
@@ -161,9 +168,14 @@ def _ids_beside(text: str | None, token_ids: object, tokenizer: Tokenizer) -> li
 
 
 def _with_media(
-    text: str, given: Sequence[GivenMedia], salt: bytes, tokenizer: Tokenizer, media: OfflineMedia
+    text: str,
+    given: Sequence[GivenMedia],
+    salt: bytes,
+    tokenizer: Tokenizer,
+    media: OfflineMedia,
+    options: Mapping[str, Any] | None,
 ) -> TokenizedPrompt:
-    rendered, expanded = media.expand(Rendered(text), given, salt)
+    rendered, expanded = media.expand(Rendered(text), given, salt, options)
     ids = tokenizer.encode(rendered.text).ids
     media.place(expanded, ids)
     return TokenizedPrompt(text, ids, salt, media=expanded)
@@ -260,16 +272,19 @@ class ChatPrompts:
         source: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        processor: Mapping[str, Any] | None = None,
         **options: bool,
     ) -> list[TokenizedPrompt]:
         """Return each conversation's prompt, as :func:`read_each` does. ``source``: another template, or its file.
+        ``processor``: options of the processor of images and videos.
 
         Special tokens that its texts spell out are plain text.
 
         Raises ``ValueError`` without any template, ``InvalidArgument`` for a file that cannot be read.
         """
         template = self._template(source)
-        controls = TokenFinder(control_tokens(self._tokenizer, template.source))
+        marks = [] if self._media is None else self._media.marks
+        controls = TokenFinder([*control_tokens(self._tokenizer, template.source), *marks])
         masking = MaskingTemplate(template, controls, PARSED_MARKS)
 
         def encode(messages: Sequence[Message]) -> TokenizedPrompt:
@@ -281,7 +296,7 @@ class ChatPrompts:
                 return self._encode(rendered)
             if self._media is None:
                 raise ValueError("this model reads text only")
-            rendered, expanded = self._media.expand(rendered, given)
+            rendered, expanded = self._media.expand(rendered, given, options=processor)
             prompt = self._encode(rendered)
             self._media.place(expanded, prompt.token_ids)
             return replace(prompt, media=expanded)

@@ -312,3 +312,81 @@ def test_models_of_the_other_kind_refuse_by_name(hearing: LLM, llm: LLM) -> None
 def test_videos_are_refused_by_name(hearing: LLM, kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hearing.chat(heard({"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}), PARAMS, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def scaling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    llm = LLM(str(write_whole_vision("qwen2_vl", tmp_path_factory.mktemp("qwen"))), **OPTIONS)
+    yield llm
+    llm.close()
+
+
+_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def test_options_of_the_processor(scaling: LLM) -> None:
+    """They change how many tokens an image and a video have, and the rows that take their places."""
+    image, frames = picture(0, (200, 200)), [picture(seed, (80, 80)) for seed in range(8)]
+    token = scaling.get_tokenizer().token_to_id
+    outputs = scaling.generate(
+        [
+            {"prompt": _MARK, "multi_modal_data": {"image": image}},
+            {
+                "prompt": _MARK,
+                "multi_modal_data": {"image": image},
+                "mm_processor_kwargs": {"max_pixels": 28 * 28 * 4, "fps": 1},
+            },
+            {
+                "prompt": _MARK.replace("image", "video"),
+                "multi_modal_data": {"video": (frames, {"fps": 2})},
+                "mm_processor_kwargs": {"fps": 0.5},
+            },
+        ],
+        PARAMS,
+        use_tqdm=False,
+    )
+    counts = [output.prompt_token_ids.count(token("<|image_pad|>")) for output in outputs]
+    assert counts == [49, 4, 0]
+    assert outputs[2].prompt_token_ids.count(token("<|video_pad|>")) == 2 * 9, "2 of 4 s, at least 4 frames"
+    turns = question(image, text="")
+    (chat,) = scaling.chat(turns, PARAMS, mm_processor_kwargs={"max_pixels": 28 * 28 * 4}, use_tqdm=False)
+    assert chat.prompt_token_ids.count(token("<|image_pad|>")) == 4
+    prompt = scaling.llm_engine.chat_prompt(turns, mm_processor_kwargs={"max_pixels": 28 * 28 * 4})
+    assert prompt.token_ids == chat.prompt_token_ids
+    rows = Processor(scaling.llm_engine._path).pixels(png(image), {"max_pixels": 28 * 28 * 4})
+    ids = embeds_ids(EmbedsSpan(0, Tower(scaling.llm_engine._path, "float32").rows(rows)))
+    hashed = iter(ids)
+    wanted = [next(hashed) if each == token("<|image_pad|>") else each for each in outputs[1].prompt_token_ids]
+    assert outputs[1].outputs[0].token_ids == expected_tokens(wanted, 6, vocab_size(scaling))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_resize": 1}, "do_resize is not an option of this model's images"),
+        ({"max_pixels": "9"}, "max_pixels is not an option"),
+        ({"max_pixels": True}, "max_pixels is not an option"),
+        ({"max_pixels": 0}, "from 784 to 50176"),
+        ({"max_pixels": float("nan")}, "not JSON compliant"),
+        ({"max_pixels": object()}, "a mapping of names to numbers"),
+        ([1], "a mapping of names to numbers"),
+    ],
+)
+def test_options_that_the_processor_has_not(scaling: LLM, options: Any, message: str) -> None:
+    prompt = {"prompt": _MARK, "multi_modal_data": {"image": picture(0)}, "mm_processor_kwargs": options}
+    with pytest.raises(ValueError, match=message):
+        scaling.generate(prompt, PARAMS, use_tqdm=False)
+    with pytest.raises(ValueError, match="needs images or videos"):
+        scaling.generate({"prompt": "a", "mm_processor_kwargs": {"max_pixels": 9}}, PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize("rate", [0, -1, 0.0])
+def test_a_rate_of_frames_is_above_0(scaling: LLM, rate: float) -> None:
+    frames = [picture(seed, (80, 80)) for seed in range(4)]
+    prompt = {
+        "prompt": _MARK.replace("image", "video"),
+        "multi_modal_data": {"video": frames},
+        "mm_processor_kwargs": {"fps": rate},
+    }
+    with pytest.raises(ValueError, match="fps must be above 0 and at most 1000"):
+        scaling.generate(prompt, PARAMS, use_tqdm=False)

@@ -23,6 +23,7 @@ Pixels = dict[str, npt.NDArray[Any]]
 or in some families their patches."""
 OPTIONS = frozenset({"min_pixels", "max_pixels", "crop_to_patches", "min_patches", "max_patches", "max_soft_tokens"})
 """What a request may change; everything else is the checkpoint's."""
+_BOUNDS = frozenset({"min_pixels", "max_pixels"})
 _NESTED = ("Idefics3", "SmolVLM", "LlavaOnevision")
 """Their processors take a list of images for each prompt."""
 _COUNTS_IMAGES = "LlavaOnevision"
@@ -76,6 +77,8 @@ class Processor:
         options = dict(options or {})
         if unknown := options.keys() - OPTIONS:
             raise BadImage(f"mm_processor_kwargs: {', '.join(sorted(unknown))} cannot be set.")
+        if options.keys() & _BOUNDS:
+            options["size"] = self._bounds(options.pop("min_pixels", None), options.pop("max_pixels", None))
         image = read_image(data, max_pixels)
         given: Any = image
         if self._is_nested:
@@ -89,6 +92,13 @@ class Processor:
         if self._counts_images and num_in_prompt > 1:
             pixels = {name: value[:1] for name, value in pixels.items()}
         return pixels
+
+    def _bounds(self, least: int | None, most: int | None) -> dict[str, int]:
+        """Return the option that sets the pixels of an image, of which the two that clients know are to leave
+        transformers. What a client does not set is the checkpoint's, as far as that is possible."""
+        size = self._images.size
+        most = most or size.longest_edge
+        return {"shortest_edge": least or min(size.shortest_edge, most), "longest_edge": most}
 
     def frames(
         self, data: bytes, plan: Mapping[str, Any], *, limits: VideoLimits = USUAL_LIMITS, max_bytes: int = MAX_BYTES

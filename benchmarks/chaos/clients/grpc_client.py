@@ -1,6 +1,7 @@
 """Sends requests with the Python client of the mesh, over the gateways' public gRPC API."""
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from tokenloom.client import AsyncClient, Logprob, errors
 from . import failure
 from .answer import Answer, Sample
 from .exchange import Exchange
+
+_AGAIN_SECONDS = 1.0
+"""After which a session whose gateway is away is opened again."""
 
 
 class GrpcClient:
@@ -105,7 +109,8 @@ class GrpcTranscriptClient:
 
 
 class SessionClient:
-    """Continues one prompt over several turns. Its gateway holds the session: with it, the session is lost."""
+    """Continues one prompt over several turns. Its gateway holds the session: with it, the session is lost, unless no
+    turn has been answered yet."""
 
     name = "gRPC session"
     transport = "session"
@@ -118,17 +123,27 @@ class SessionClient:
         self._clients = [AsyncClient(address) for address in gateways]
 
     async def send(self, exchange: Exchange) -> None:
+        began = time.monotonic()
+        while True:
+            try:
+                return await self._turns(exchange, exchange.seconds - (time.monotonic() - began))
+            except errors.Unavailable as error:
+                # Its gateway was away for longer than an attempt to connect takes: no turn was lost, as none had begun.
+                if exchange.answer.samples or time.monotonic() - began + _AGAIN_SECONDS > exchange.seconds:
+                    raise failure.typed(type(error).__name__, error.message) from None
+                await asyncio.sleep(_AGAIN_SECONDS)
+            except errors.TokenloomError as error:
+                raise failure.typed(type(error).__name__, error.message) from None
+
+    async def _turns(self, exchange: Exchange, seconds: float) -> None:
         options = dict(exchange.case.options)
-        try:
-            async with self._clients[exchange.gateway].session(timeout=exchange.seconds) as session:
-                for number, turn in enumerate(options.pop("turns")):
-                    whole = await session.generate(turn, **options)
-                    (output,) = whole.outputs
-                    exchange.answer.samples[number] = Sample(
-                        token_ids=list(output.token_ids), text=output.text, finish_reason=output.finish_reason
-                    )
-        except errors.TokenloomError as error:
-            raise failure.typed(type(error).__name__, error.message) from None
+        async with self._clients[exchange.gateway].session(timeout=seconds) as session:
+            for number, turn in enumerate(options.pop("turns")):
+                whole = await session.generate(turn, **options)
+                (output,) = whole.outputs
+                exchange.answer.samples[number] = Sample(
+                    token_ids=list(output.token_ids), text=output.text, finish_reason=output.finish_reason
+                )
 
     async def close(self) -> None:
         for client in self._clients:

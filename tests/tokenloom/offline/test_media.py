@@ -334,7 +334,7 @@ def test_options_of_the_processor(scaling: LLM) -> None:
             {
                 "prompt": _MARK,
                 "multi_modal_data": {"image": image},
-                "mm_processor_kwargs": {"max_pixels": 28 * 28 * 4, "fps": 1},
+                "mm_processor_kwargs": {"max_pixels": 28 * 28 * 4},
             },
             {
                 "prompt": _MARK.replace("image", "video"),

@@ -133,7 +133,7 @@ class RequestState:
     """Holds the slot of a request, which has the state after all of its computed tokens."""
 
     __slots__ = (
-        *("draft_slot", "fork", "hit", "is_kept", "last", "lent_at", "lent_slot", "message", "num_drafts"),
+        *("draft_slot", "fork", "hit", "is_branch", "is_kept", "last", "lent_at", "lent_slot", "message", "num_drafts"),
         *("num_verifying", "slot"),
     )
 
@@ -158,6 +158,8 @@ class RequestState:
         self.lent_at = 0
         self.hit = b""
         """The hash under which the state was found that the request began with; empty: it began from zero."""
+        self.is_branch = False
+        """Whether the request began where another prompt had gone on before, or from zero."""
         self.fork = 0
         """The number of tokens after which its prompt parts from others; 0: that is not known."""
 

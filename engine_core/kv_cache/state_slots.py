@@ -24,6 +24,10 @@ FORK_TOKENS = 1024
 # A prompt of 160 k tokens that is preempted near its end would begin again.
 FAR_TOKENS = 16_384
 """A state is kept after each multiple of so many tokens of a prompt."""
+# A conversation goes back to such a state after 4 to 14 requests of its own, and others come between them.
+_UNUSED_ROUNDS = 4
+"""A state that a conversation went back to, or may go back to, is given up when so many times as many states as there
+are slots were given up since it was used."""
 _LONGEST_MESSAGE = 16_384
 """So many tokens at the end of a prompt are searched for the ends of its messages, which takes half a millisecond."""
 
@@ -78,6 +82,7 @@ class StateSlotPool:
         self.parked_store: ParkedStore | None = None
         """Where content of preempted requests goes that the pools give up; None: nowhere."""
         self._num_hits = [0] * kv_cache.num_state_slots  # of the state that each slot has
+        self._begins_branch = [False] * kv_cache.num_state_slots  # whether each slot's state ends such a prompt
         self._num_demoted = 0
         self._used_at = [0] * kv_cache.num_state_slots  # how many were demoted when it was kept or last hit
         self._kept: list[_Kept] = []  # bounded by the step
@@ -267,6 +272,7 @@ class StateSlotPool:
             self._num_hits[slot] += 1
             self._used_at[slot] = self._num_demoted
             state.slot = slot
+        state.is_branch = not num_hits or self._num_hits[state.slot] > 1
         if (num_found - num_hits) * self._block_size >= self.fork_tokens:
             state.fork = num_found * self._block_size // self.boundary * self.boundary
         if self._keeps_any:
@@ -357,6 +363,7 @@ class StateSlotPool:
         if is_new:
             self.num_kept += 1
             self._num_hits[kept.slot] = 0
+            self._begins_branch[kept.slot] = kept.state.is_branch and kept.num_tokens == kept.state.last
             self._used_at[kept.slot] = self._num_demoted
             if self.events is not None:
                 self.events.stored(request.block_hashes, index + 1)
@@ -366,18 +373,20 @@ class StateSlotPool:
         """Let the state that a request began with be replaced first, now that one further on is kept."""
         slot = self.pool.find(state.hit)
         # Turns of a conversation hit the latest state, but a beginning that others share is hit again. Where the user
-        # speaks, templates drop what the model thought, and an earlier state is hit: so the last demoted stays longest.
-        if not self.keeps_all and slot is not None and self._num_hits[slot] == 1:
+        # speaks, templates drop what the model thought, and the state where the user spoke before is hit. That is the
+        # last state of the prompt that went back the last time. With 24 agents in 48 GiB, Qwen3-Next's sizes, this and
+        # `_UNUSED_ROUNDS` raise what is found from 89 to 94 % of their prompts.
+        if not self.keeps_all and slot is not None and self._num_hits[slot] == 1 and not self._begins_branch[slot]:
             self._give_up(slot)
         state.hit = b""
 
     def _give_up(self, slot: int) -> None:
-        """Let a state be replaced before others; and the one that is unused for longest, if as many as there are slots
-        were given up since it was used. A state that was hit twice would stay for ever otherwise."""
+        """Let a state be replaced before others; and the one that is unused for longest, if it is for too long. A state
+        that was hit twice would stay for ever otherwise."""
         self.pool.demote(slot)
         self._num_demoted += 1
         oldest = self.pool.oldest()
-        if oldest is not None and self._num_demoted - self._used_at[oldest] > self.pool.num_blocks:
+        if oldest is not None and self._num_demoted - self._used_at[oldest] > _UNUSED_ROUNDS * self.pool.num_blocks:
             self.pool.demote(oldest)
 
     def _take(self, slot: int) -> int:

@@ -75,12 +75,12 @@ def test_groups_of_layers_need_fewer_bytes() -> None:
 
 
 def test_states_and_blocks_share_one_budget() -> None:
-    # A state as large as the KV of 3,000 tokens: one part in six of the memory.
+    # A state as large as the KV of 3,000 tokens: one part in five of the memory.
     model = msgspec.structs.replace(MODEL, state_bytes=300_000, state_chunk=64)
     scheduler = SchedulerConfig(max_num_seqs=4)
     config = EngineConfig(worker=WorkerConfig(model=""), scheduler=scheduler)
     size = size_kv_cache(config, model, lambda: 12 * 10**6)
-    assert (size.num_state_slots, size.state_chunk) == (6, 64)
+    assert (size.num_state_slots, size.state_chunk) == (8, 64)
     assert size.num_blocks == 4 * 63, "the rest holds more than four requests can use"
     assert size_kv_cache(config, model, lambda: 2_100_000).num_state_slots == 3, "a slot for each row, of half of it"
     assert size_kv_cache(config, model, lambda: 10**12).num_state_slots == 2 * 4 + 16 * 4

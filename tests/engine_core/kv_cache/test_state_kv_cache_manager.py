@@ -163,16 +163,37 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 
 def test_a_conversation_keeps_its_latest_state() -> None:
     """The state that a turn began with is replaced first; one that two requests began with is not."""
-    manager = make(num_slots=3)
-    manager.free(begin(manager, "a", list(range(9))))
+    manager = make(num_slots=4)
+    tokens = list(range(9))
+    for turn in range(3):
+        manager.free(begin(manager, f"turn {turn}", tokens))
+        step(manager)
+        tokens = [*tokens, *range(100 * turn + 100, 100 * turn + 108)]
+    first, second, latest = manager.states.pool._by_hash
+    assert next(iter(manager.states.pool._demoted)) == manager.states.pool.find(second)
+    manager.free(begin(manager, "other", [*range(8), 99]))
     step(manager)
-    manager.free(begin(manager, "b", [*range(8), *range(20, 29)]))
+    manager.free(begin(manager, "another", list(range(50, 59))))
     step(manager)
-    shared, latest = manager.states.pool._by_hash
-    assert next(iter(manager.states.pool._demoted)) == manager.states.pool.find(shared)
-    manager.free(begin(manager, "c", [*range(8), 99]))
-    step(manager)
+    assert manager.states.pool.find(second) is None
+    assert manager.states.pool.find(first) is not None
     assert manager.states.pool.find(latest) is not None
+
+
+def test_the_state_where_the_user_spoke_outlives_those_of_the_loop_behind_it() -> None:
+    """A template drops what the model thought when the user speaks again: the next prompt goes on from there."""
+    manager = make(num_slots=6)
+    told = list(range(9))
+    for spoken in range(3):
+        found = len(manager.find_cached_blocks(RequestKV("look", told))) * SIZE
+        assert found == (len(told) - 5 if spoken else 0), "what the prompt before the loop has kept"
+        tokens = told
+        for turn in range(8):  # more than there are slots
+            manager.free(begin(manager, f"spoken {spoken}, turn {turn}", tokens))
+            step(manager)
+            first = 1000 * spoken + 100 * turn + 100
+            tokens = [*tokens, *range(first, first + SIZE)]
+        told = [*told, *range(5000 + 100 * spoken, 5000 + 100 * spoken + SIZE)]
 
 
 def test_a_fork_of_prompts_keeps_a_state() -> None:
@@ -329,7 +350,7 @@ def test_a_changed_last_message_begins_behind_the_one_before(chunk: int) -> None
 
 
 def test_of_states_that_turns_have_left_behind_the_latest_stay() -> None:
-    """A template that drops earlier thinking goes on from a state of some turns ago."""
+    """A template that drops earlier thinking goes on from a state of some turns ago; often from the first one."""
     manager = make(num_slots=6)
     tokens = list(range(9))
     names = list[bytes]()
@@ -339,7 +360,7 @@ def test_of_states_that_turns_have_left_behind_the_latest_stay() -> None:
         manager.free(request)
         step(manager)
         tokens = [*tokens, *range(100 * turn + 100, 100 * turn + 100 + SIZE)]
-    assert [manager.states.pool.find(name) is not None for name in names] == [False] * 3 + [True] * 5
+    assert [manager.states.pool.find(name) is not None for name in names] == [True] + [False] * 3 + [True] * 4
 
 
 def test_a_state_lies_before_what_opens_the_answer() -> None:

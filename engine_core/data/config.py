@@ -281,8 +281,10 @@ class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class SchedulerConfig(Struct, frozen=True):
     """Limits of one step and the order of requests."""
 
-    max_num_seqs: Annotated[Count, "Requests in a batch."] = 128
-    max_num_batched_tokens: Annotated[Count, "Token budget of a step."] = 2048
+    # As in vLLM's servers on large GPUs. The products of an 8B are as fast with 1,024 rows on an H200, but experts and
+    # small models gain from more.
+    max_num_seqs: Annotated[Count, "Requests in a batch.", Meta(extra={"on_gpu": 256})] = 128
+    max_num_batched_tokens: Annotated[Count, "Token budget of a step.", Meta(extra={"on_gpu": 8192})] = 2048
     prefill_tokens_beside_decode: Annotated[
         Count | None,
         "Prompt tokens in a step in which other requests decode, until the costs of both are measured. Then prompts "

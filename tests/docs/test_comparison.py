@@ -25,7 +25,7 @@ from tokenloom.request.errors import ModelNotFound, ResourceExhausted
 from tokenloom.services.gateway.records.compat import FOREIGN_APIS
 from tokenloom.services.gateway.records.model_names import ModelNames
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
-from tokenloom.services.runtime.host.options import options_of
+from tokenloom.services.runtime.host.options import gpu_defaults, options_of
 from tokenloom.services.runtime.peers.callers import CALLERS
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.ports import GatewayPorts
@@ -149,7 +149,8 @@ def reads_published_checkpoints() -> bool:
 
 
 def batches_and_refuses() -> bool:
-    return SchedulerConfig().max_num_seqs == 128 and ResourceExhausted.http_status == 503
+    counts = SchedulerConfig().max_num_seqs, gpu_defaults(SchedulerConfig(), ())["max_num_seqs"]
+    return counts == (128, 256) and ResourceExhausted.http_status == 503
 
 
 def works(row: str) -> bool:
@@ -186,7 +187,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "services in Python, kernels in C++": kernels_in_cpp,
     "x86-64 CPUs; kernels for GPUs that have not run on one": lambda: linux_on_x86() and gpus_are_to_come(),
     "checkpoints in safetensors as published, and GGUF files": reads_published_checkpoints,
-    "128 in a batch of an engine; a request that would wait for too long gets 503": batches_and_refuses,
+    "128 in a batch of an engine, 256 on a GPU; a request that would wait for too long gets 503": batches_and_refuses,
     "a mesh for each, all loaded": lambda: works("several models behind one gateway, a mesh for each"),
     "services and workers on any of them, with mutual TLS between services": spans_machines,
     "requests go on in another engine": lambda: works("engine that decodes is killed during an answer, which goes on"),

@@ -1,6 +1,6 @@
 """What an engine does beside plain decoding, each against the tokens of the same engine without it, or of a CPU: sleep
-and wake, quantized checkpoints, experts, adapters, drafts, layers that keep a state, kernels that are compiled in
-service, and NCCL."""
+and wake, quantized checkpoints, experts, adapters, drafts, layers that keep a state, the default limits of a
+step, kernels that are compiled in service, and NCCL."""
 
 import tempfile
 import traceback
@@ -18,13 +18,14 @@ from tests.gpu_worker.checkpoint.quantization import formats
 from tests.parity.engine import Engine
 from tokenloom import demo_adapters
 from tokenloom.bench.random_model import SHAPES, write_model
-from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.parallel.torch_group import TorchGroup, _nccl
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.services.runtime.host.options import gpu_defaults
 
 PROMPTS = [
     [(7 * index + 11 * place) % 1900 + 50 for place in range(length)] for index, length in enumerate((1, 16, 90))
@@ -70,8 +71,9 @@ def run(rows: Rows, target: Target = GPU) -> None:
 
 @contextmanager
 def running(model: Path, target: Target, **options: Any) -> Iterator[Engine]:
-    own = {} if target.has_gpu else {"attention_backend": "torch"}
-    engine = Engine(model, device=target.device.type, num_blocks=200, budget=512, max_model_len=256, **own, **options)
+    own: dict[str, Any] = {"num_blocks": 200, "budget": 512, "max_model_len": 256}
+    own |= {} if target.has_gpu else {"attention_backend": "torch"}
+    engine = Engine(model, device=target.device.type, **(own | options))
     try:
         yield engine
     finally:
@@ -208,6 +210,20 @@ def _counting(counts: list[int]) -> Iterator[None]:
         triton.knobs.runtime.jit_post_compile_hook = None
 
 
+def default_limits(rows: Rows, target: Target, folder: Path) -> bool:
+    """As many requests and tokens in a step as there are by default on a GPU."""
+    limits = gpu_defaults(SchedulerConfig(), ())
+    count, budget = target.pick((limits["max_num_seqs"], limits["max_num_batched_tokens"]), (4, 128))
+    prompts = [[(7 * index + place) % 1900 + 50 for place in range(budget // count)] for index in range(count)]
+    options: dict[str, Any] = {"num_blocks": count * 8, "budget": budget, "max_num_seqs": count, "max_model_len": 128}
+    with running(DEMO_MODEL, target, **options) as engine:
+        found, most = engine.generate(prompts, [8] * count), engine.most_scheduled
+    with running(DEMO_MODEL, Target(torch.device("cpu")), **options) as engine:
+        different = _different(found, engine.generate(prompts, [8] * count))
+    rows.add(f"default limits, {budget} tokens", requests=most, different=different)
+    return most == count and not different
+
+
 def nccl(rows: Rows, target: Target, folder: Path) -> bool:
     """One rank: the library loads, and its calls take tensors of the device."""
     backend = _nccl(torch.distributed.FileStore(str(folder / "store"), 1), 0, 1, "")
@@ -229,6 +245,7 @@ CHECKS: dict[str, Check] = {
     "adapters": adapters,
     "drafts": drafts,
     "states": states,
+    "default limits": default_limits,
     "kernels compiled": compiles,
     "NCCL": nccl,
 }

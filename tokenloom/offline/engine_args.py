@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tokenloom.engine_core.data.config import EngineConfig, StructuredOutputConfig
 from tokenloom.process.plugins import check_plugins
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
+from tokenloom.services.engine.records.engine_settings import with_gpu_defaults
 from tokenloom.services.runtime.host.foreign_flags import answer_argument, is_foreign_argument
 from tokenloom.services.runtime.host.options import UnknownOption, build, options_of
 
@@ -106,6 +107,7 @@ def engine_config(keywords: Mapping[str, Any], plugins: str | Sequence[str] = ()
         raise ValueError("data_parallel_size: LLM runs one engine; serve a group with `tokenloom serve`")
     if config.parallel.data_parallel_backend == "ray":
         raise ValueError("data_parallel_backend: LLM computes in this program; choose distributed_executor_backend ray")
+    config = with_gpu_defaults(config, values)
     if "max_num_seqs" in values:
         return config
     limits = config.scheduler

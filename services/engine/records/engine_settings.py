@@ -1,11 +1,12 @@
 """Options of an engine: those of its front, and the whole configuration of its core."""
 
 import re
+from collections.abc import Collection
 from functools import reduce
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
@@ -26,7 +27,7 @@ from tokenloom.process.plugins import check_named
 from tokenloom.request.chat_template import check_chat_template, names_plugin, read_chat_template
 from tokenloom.request.errors import NotFound, Unavailable
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
-from tokenloom.services.runtime.host.options import flag, options_of
+from tokenloom.services.runtime.host.options import build, flag, gpu_defaults, options_of
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 
@@ -225,6 +226,10 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         if given:
             raise ValueError(f"--remote-vllm: vLLM computes, with options of its own; leave out {', '.join(given)}")
 
+    def for_machine(self, given: Collection[str]) -> Self:
+        # What vLLM computes has limits of its own.
+        return self if self.remote_vllm else replace(self, engine=with_gpu_defaults(self.engine, given))
+
     @property
     def kv_transports(self) -> tuple[str, ...]:
         """Ways to read KV blocks of another engine, with the default of the role; empty: blocks do not move."""
@@ -290,12 +295,32 @@ def with_draft_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> 
 def _for_device(config: EngineConfig) -> SchedulerConfig:
     """Return the limits of a step with the default that depends on the device: a step is scheduled while one computes
     where a GPU does the computing, since on a CPU both take the same cores."""
-    worker, scheduler = config.worker, config.scheduler
+    scheduler = config.scheduler
     if scheduler.async_scheduling is not None:
         return scheduler
-    has_gpu = worker.device == "cuda" or (worker.device == "auto" and may_find_gpu(config))
-    overlaps = worker.worker == "model" and has_gpu
+    overlaps = _computes_on_gpu(config)
     return replace(scheduler, async_scheduling=overlaps, overlaps_by_default=overlaps)
+
+
+def with_gpu_defaults(config: EngineConfig, given: Collection[str]) -> EngineConfig:
+    """Return the configuration with larger steps where a GPU computes the model, unless options are ``given``."""
+    if not _computes_on_gpu(config):
+        return config
+    larger = gpu_defaults(config, given)
+    # A small token budget that is given still has to hold a token of each request, and a chunk of states beside them.
+    tokens = larger.get("max_num_batched_tokens", config.scheduler.max_num_batched_tokens)
+    if tokens < _TOKENS_OF_A_SEAT * larger.get("max_num_seqs", 0):
+        del larger["max_num_seqs"]
+    return build(config, larger)
+
+
+_TOKENS_OF_A_SEAT = 8
+
+
+def _computes_on_gpu(config: EngineConfig) -> bool:
+    worker = config.worker
+    has_gpu = worker.device == "cuda" or (worker.device == "auto" and may_find_gpu(config))
+    return worker.worker == "model" and has_gpu
 
 
 def may_find_gpu(config: EngineConfig) -> bool:

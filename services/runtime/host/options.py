@@ -10,6 +10,7 @@ of a ``msgspec.Meta``. A field that holds another struct is a group: the options
 - ``unsupported``: values that users of other servers know, each with a text that names the alternative;
 - ``choices``: what is built in, where plugins may add more (``check`` knows them);
 - ``check``: a function that returns the value to use, or raises ``ValueError`` for a wrong one;
+- ``on_gpu``: the default where the model computes on a GPU (:func:`gpu_defaults`);
 - ``directory``: True if the path is that of a directory, which may be created;
 - ``secret``: True if the value must not appear in a list of processes or in an error.
 """
@@ -280,6 +281,15 @@ def build(settings: type[_Settings] | _Settings, values: Mapping[str, object], *
     return settings(**{**changes, **groups})
 
 
+def gpu_defaults(settings: Struct, given: Collection[str]) -> dict[str, Any]:
+    """Return the defaults where the model computes on a GPU, by name, of the options that are not ``given``."""
+    return {
+        option.name: option.extra["on_gpu"]
+        for option in options_of(settings).values()
+        if "on_gpu" in option.extra and option.name not in given
+    }
+
+
 def find_option(options: Mapping[str, Option], name: str) -> Option:
     """Return the option that a user calls ``name``. Raises :class:`UnknownOption`."""
     wanted = name.replace("-", "_")
@@ -315,7 +325,7 @@ def _walk(struct: type[Struct], instance: Struct | None, path: tuple[str, ...]) 
                     group=_group(struct, field.name),
                     annotation=field.type,
                     default=default,
-                    text=text,
+                    text=f"{text} On a GPU by default {extra['on_gpu']}." if "on_gpu" in extra else text,
                     extra=extra,
                     type=tuple if get_origin(core) is tuple else str if _choices(core) else core,
                     is_optional=is_optional,

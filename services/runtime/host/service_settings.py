@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
@@ -158,6 +158,10 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         fields = (f"{name}=…" if name in secret and value else f"{name}={value!r}" for name, value in shown)
         return f"{type(self).__name__}({', '.join(fields)})"
 
+    def for_machine(self, given: Collection[str]) -> Self:
+        """Return the settings with the defaults that depend on the machine, of the options that are not ``given``."""
+        return self
+
     @classmethod
     def exposed(cls, argv: Sequence[str] | None = None) -> list[str]:
         """Return a warning for each secret among the flags (those of the process if ``argv`` is None)."""
@@ -172,7 +176,7 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, **values: object) -> Self:
         """Make settings from options by flat name. Raises ``ValueError`` as :func:`build`."""
-        return build(cls, values)
+        return build(cls, values).for_machine(values)
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:
@@ -194,7 +198,7 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         try:
             if values.get("config"):
                 values = {**_in_file(Path(str(values["config"])), options), **values}
-            return build(cls, values)
+            return build(cls, values).for_machine(values)
         except OptionError as error:
             raise ValueError(f"{flag(error.name)}: {error.reason}") from None
 

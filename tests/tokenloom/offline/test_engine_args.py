@@ -125,6 +125,15 @@ def test_the_default_batch_fits_the_token_budget(seqs, tokens, expected):
     assert made.scheduler.max_num_seqs == expected
 
 
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "expected"),
+    [(None, None, (256, 8192)), (None, 50, (50, 50)), (7, None, (7, 8192)), (7, 50, (7, 50))],
+)
+def test_the_default_batch_is_larger_where_a_gpu_computes(seqs, tokens, expected):
+    made = engine_config({"device": "cuda", "max_num_seqs": seqs, "max_num_batched_tokens": tokens})
+    assert (made.scheduler.max_num_seqs, made.scheduler.max_num_batched_tokens) == expected
+
+
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), ("float", "float32"), ("auto", "auto")])
 def test_dtypes(dtype, name):
     assert engine_config({"dtype": dtype}).worker.dtype == name

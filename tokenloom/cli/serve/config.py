@@ -67,7 +67,8 @@ def config(
 
 def _setting(context: typer.Context, option: Option, value: object, file: Path | None) -> Setting:
     if value is None:
-        return Setting(option.name, option.default_text, "default")
+        on_gpu = f" ({option.extra['on_gpu']} on a GPU)" if "on_gpu" in option.extra else ""
+        return Setting(option.name, option.default_text + on_gpu, "default")
     shown = _HIDDEN if option.extra.get("secret") else str(value).lower() if isinstance(value, bool) else str(value)
     return Setting(option.name, shown, _source(context, option.name, file, option.variable))
 

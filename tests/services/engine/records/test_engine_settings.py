@@ -155,3 +155,32 @@ def test_a_prefill_engine_has_an_address_for_its_kv() -> None:
     """The coordinator would refuse all of its reports but the first."""
     with pytest.raises(ValueError, match="--kv-listen: "):
         EngineSettings.of(listen="127.0.0.1:0", role="prefill", kv_listen="")
+
+
+LARGER, SMALLER = (256, 8192), (128, 2048)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "expected"),
+    [
+        ({}, True, LARGER),
+        ({"device": "cuda"}, False, LARGER),
+        ({}, False, SMALLER),
+        ({"device": "cpu"}, True, SMALLER),
+        ({"worker": "hash"}, True, SMALLER),
+        ({"max_num_seqs": 128, "max_num_batched_tokens": 2048}, True, SMALLER),
+        ({"max_num_seqs": 300}, True, (300, 8192)),
+        ({"max_num_batched_tokens": 2048}, True, (256, 2048)),
+        ({"max_num_batched_tokens": 2047}, True, (128, 2047)),
+        ({"remote_vllm": "http://127.0.0.1:1"}, True, SMALLER),
+    ],
+)
+def test_steps_are_larger_by_default_where_a_gpu_computes(
+    given: dict[str, object], has_gpu: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_settings, "may_have_gpu", lambda: has_gpu)
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    for settings in (EngineSettings.of(**given), EngineSettings.read(flags, {})):
+        scheduler = settings.engine.scheduler
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == expected
+        assert scheduler.prefill_tokens_beside_decode == 128

@@ -27,6 +27,7 @@ def test_every_value_has_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["strict"] == ("true", "flag")
     assert found["engines"] == ("3", f"file {file}")
     assert found["max_num_seqs"] == ("7", f"file {file}")
+    assert found["max_num_batched_tokens"] == ("2048 (8192 on a GPU)", "default")
     assert found["tokenizer.metrics_listen"] == ("127.0.0.1:9", f"file {file}")
     assert found["block_size"] == ("32", "environment TOKENLOOM_BLOCK_SIZE")
     assert found["host"] == ("127.0.0.1", "default")

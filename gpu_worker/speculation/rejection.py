@@ -25,11 +25,11 @@ Distribution = npt.NDArray[np.float64]
 def distribution(logits: Logits, params: CoreSamplingParams) -> Distribution:
     """Return what a request of a temperature above 0 draws from for logits [vocab], whose largest is finite."""
     token_ids, weights = allowed_set(logits, params)
-    weights /= weights.sum()
+    shares: Distribution = weights / weights.sum()
     if token_ids is None:
-        return weights
+        return shares
     dense = np.zeros(len(logits))
-    dense[token_ids] = weights
+    dense[token_ids] = shares
     return dense
 
 

@@ -2,13 +2,19 @@
 // In numpy that takes a dozen calls for each row, whose code a model's weights have pushed out of the caches since the
 // last step.
 //
-// A random row keeps its allowed tokens in the order of their ids, with weights in float64 of which the largest is 1. The
-// sums of weights and their exponentials may differ from those of numpy in the last bits.
+// A random row keeps its allowed tokens in the order of their ids, with weights that are integers and the same as those of
+// numpy, and so the tokens are.
+
+// A product and a sum in one rounding would make other weights than numpy's.
+#pragma GCC optimize("fp-contract=off")
+
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "parallel.h"
@@ -48,10 +54,13 @@ constexpr int64_t STRETCH = 1024;    // numbers that are searched again for the 
 constexpr int64_t FEW = 128 * 1024;  // numbers that one thread compares in the time that sharing them takes
 constexpr int CHAINS = 4;            // registers, because a comparison takes 4 cycles
 constexpr int64_t GROUP = 64;        // numbers that have one sum; at most so many have one maximum
-// A nucleus needs an order only where it ends: by the bits of their exponents weights fall into 4,097 buckets, and one
+constexpr int WHOLE_BITS = 40;       // the largest weight is 2^40
+constexpr int STEPS = 20;            // sampler.py explains these two and OCTAVE
+constexpr float OCTAVE[] = {0x1p24f, -0x1.62e3dp3f, 0x1.ebe67p-19f, -0x1.c52116p-41f, 0x1.2e4806p-63f, -0x1.f376bap-87f};
+// A nucleus needs an order only where it ends: by the bits of their exponents weights fall into 2,626 buckets, and one
 // bucket is sorted instead of thousands of tokens.
-constexpr int FRACTION = 6;                             // bits behind the point that tell buckets apart
-constexpr int64_t BUCKETS = (int64_t(64) << FRACTION) + 1;  // of weights from 2^-64 to 1
+constexpr int FRACTION = 6;                                            // bits behind the point that tell buckets apart
+constexpr int64_t BUCKETS = (int64_t(WHOLE_BITS + 1) << FRACTION) + 2;  // of weights from 0 to 2^40
 
 // Whether a lane is not zero.
 bool any(VecInt x) {
@@ -106,30 +115,29 @@ double uniform(uint64_t seed, uint64_t index) {
   return (((uint64_t)x[1] << 32 | x[0]) >> 11) * 0x1p-53;
 }
 
-// e^x within two units of the last place, for x <= 0; 0 below -708.
-inline double exponential(double x) {
-  const double magic = 0x1.8p52, bounded = x < -708. ? -708. : x;
-  const double shifted = bounded * 1.4426950408889634 + magic, n = shifted - magic;
-  const double r = (bounded - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
-  constexpr double divisors[] = {6227020800., 479001600., 39916800., 3628800., 362880., 40320., 5040.,
-                                 720.,        120.,       24.,       6.,       2.,      1.,     1.};
-  double p = 0.;
-#pragma GCC unroll 14
-  for (int i = 0; i < 14; ++i) p = p * r + 1. / divisors[i];
-  uint64_t bits;
-  memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits + 1023) << 52;  // 2^n: the lowest bits of `shifted` are those of n
-  double scale;
-  memcpy(&scale, &bits, sizeof scale);
-  return x < -708. ? 0. : p * scale;
+// What the distance of a logit from the largest one is multiplied by, for `weight`.
+float rate_of(double temperature) {
+  const double exact = 1.4426950408889634 * (1 << STEPS) / temperature;
+  return std::min(std::max(exact, (double)FLT_MIN), (double)FLT_MAX);
+}
+
+// The weight of a logit so far below the largest one; see sampler.py, whose operations these are.
+inline int64_t weight(float distance, float rate) {
+  const float power = distance * rate, cut = (WHOLE_BITS + 1) << STEPS;
+  const int32_t steps = power < cut ? power : cut;
+  const float r = steps & ((1 << STEPS) - 1);
+  float octave = OCTAVE[5] * r;
+#pragma GCC unroll 4
+  for (int i = 4; i > 0; --i) octave = (octave + OCTAVE[i]) * r;
+  return ((int64_t)(int32_t)(octave + OCTAVE[0]) << 16) >> (steps >> STEPS);
 }
 
 // What is left of a row's tokens: ascending ids and their weights. Threads keep the memory for the next row.
 struct Allowed {
   std::vector<int32_t> ids;  // empty if all tokens are left
-  std::vector<double> weights;
+  std::vector<int64_t> weights;
   std::vector<float> values;
-  std::vector<double> masses;
+  std::vector<int64_t> masses;
   std::vector<int32_t> order;
 
   // Lets the k largest of n logits be left, with 0 < k < n; of equal ones the first.
@@ -180,89 +188,69 @@ struct Allowed {
 
   void weigh(const float* x, int64_t n, float top, double temperature) {
     const int64_t count = ids.empty() ? n : ids.size();
+    const float rate = rate_of(temperature);
     weights.resize(count);
-    double* out = weights.data();
+    int64_t* out = weights.data();
     if (ids.empty())
-      for (int64_t i = 0; i < count; ++i) out[i] = exponential(((double)x[i] - top) / temperature);
+      for (int64_t i = 0; i < count; ++i) out[i] = weight(top - x[i], rate);
     else
-      for (int64_t i = 0; i < count; ++i) out[i] = exponential(((double)x[ids[i]] - top) / temperature);
+      for (int64_t i = 0; i < count; ++i) out[i] = weight(top - x[ids[i]], rate);
   }
 
   void keep_likely(double min_p) {
+    const int64_t least = std::ceil(min_p * (int64_t(1) << WHOLE_BITS));
     order.clear();
     for (size_t i = 0; i < weights.size(); ++i)
-      if (weights[i] >= min_p) order.push_back(i);
+      if (weights[i] >= least) order.push_back(i);
     keep(order);
   }
 
-  // The shortest prefix, in the order of weights, whose mass reaches the share `top_p` of the whole. Weights are sorted
-  // only where it ends: among those that share the highest bits.
-  void keep_nucleus(double top_p) {
-    double left = top_p * total();
-    masses.assign(BUCKETS, 0.);
-    for (const double weight : weights) masses[bucket_of(weight)] += weight;
+  // The shortest prefix, in the order of the logits, whose mass reaches the share `top_p` of the whole. They are sorted
+  // only where it ends: among those whose weights share the highest bits.
+  void keep_nucleus(const float* x, double top_p) {
+    const int64_t whole = total();
+    int64_t left = std::max<int64_t>(1, std::min<int64_t>(whole, std::ceil((double)whole * top_p)));
+    masses.assign(BUCKETS, 0);
+    for (const int64_t weight : weights) masses[bucket_of(weight)] += weight;
     int64_t last = BUCKETS - 1;
-    while (last > 0 && masses[last] < left) left -= masses[last--];
+    while (masses[last] < left) left -= masses[last--];
     order.clear();
     for (size_t i = 0; i < weights.size(); ++i)
       if (bucket_of(weights[i]) == last) order.push_back(i);
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return weights[a] > weights[b]; });
+    const auto is_before = [&](int32_t a, int32_t b) { return x[id(a)] > x[id(b)]; };
+    std::stable_sort(order.begin(), order.end(), is_before);
     size_t count = 0;
-    while (count < order.size() && (left -= weights[order[count++]]) > 0.) {}
-    if (!count) return;  // a rounding error: all tokens are needed
+    while (left > 0) left -= weights[order[count++]];
     const int32_t end = order[count - 1];
-    const double least = weights[end];
     order.clear();
     for (size_t i = 0; i < weights.size(); ++i)
-      if (weights[i] > least || (weights[i] == least && (int32_t)i <= end)) order.push_back(i);
+      if (is_before(i, end) || (!is_before(end, i) && (int32_t)i <= end)) order.push_back(i);
     keep(order);
   }
 
-  // A number in [0, BUCKETS) that grows with a weight, by the bits of its exponent and the first ones behind the point;
-  // 0 for all weights below 2^-64.
-  static int64_t bucket_of(double weight) {
+  // A number in [0, BUCKETS) that grows with a weight, by the bits of its exponent and the first ones behind the point.
+  static int64_t bucket_of(int64_t weight) {
+    const double exact = weight;
     int64_t bits;
-    memcpy(&bits, &weight, sizeof bits);
-    return std::max<int64_t>(0, (bits >> (52 - FRACTION)) - (int64_t(1023 - 64) << FRACTION));
+    memcpy(&bits, &exact, sizeof bits);
+    return weight ? (bits >> (52 - FRACTION)) - (int64_t(1023) << FRACTION) + 1 : 0;
   }
 
-  double sum_of(size_t begin, size_t end) const {
-    double lanes[8] = {};
-    for (; begin + 8 <= end; begin += 8)
-      for (int lane = 0; lane < 8; ++lane) lanes[lane] += weights[begin + lane];
-    double sum = 0.;
-    for (const double lane : lanes) sum += lane;
-    for (; begin < end; ++begin) sum += weights[begin];
-    return sum;
+  int64_t sum_of(size_t begin, size_t end) const {
+    return std::accumulate(weights.begin() + begin, weights.begin() + end, int64_t(0));
   }
 
-  double total() const {
-    double sum = 0.;
-    for (size_t begin = 0; begin < weights.size(); begin += GROUP)
-      sum += sum_of(begin, std::min(begin + GROUP, weights.size()));
-    return sum;
-  }
+  int64_t total() const { return sum_of(0, weights.size()); }
 
   // The first token at which the running sum passes `u` of the whole.
   int64_t draw(double u) const {
-    const double target = u * total();
-    double sum = 0.;
-    for (size_t begin = 0; begin < weights.size(); begin += GROUP) {
-      const size_t end = std::min(begin + GROUP, weights.size());
-      const double group = sum_of(begin, end);
-      if (sum + group > target) {
-        for (size_t i = begin; i < end; ++i)
-          if ((sum += weights[i]) > target) return id(i);
-        return last_likely(end);  // a rounding error
-      }
-      sum += group;
-    }
-    return last_likely(weights.size());
-  }
-
-  int64_t last_likely(size_t end) const {
-    while (weights[end - 1] == 0.) --end;
-    return id(end - 1);
+    const int64_t whole = total(), target = std::min<int64_t>((double)whole * u, whole - 1);
+    int64_t sum = 0;
+    size_t begin = 0;
+    for (int64_t group; sum + (group = sum_of(begin, std::min(begin + GROUP, weights.size()))) <= target; sum += group)
+      begin += GROUP;
+    while ((sum += weights[begin]) <= target) ++begin;
+    return id(begin);
   }
 
   int64_t id(size_t place) const { return ids.empty() ? place : ids[place]; }
@@ -275,7 +263,7 @@ int64_t draw_random(const float* x, int64_t n, float top, const DrawParams& para
   if (params.top_k > 0 && params.top_k < n) allowed.keep_largest(x, n, params.top_k);
   allowed.weigh(x, n, top, params.temperature);
   if (params.min_p > 0.) allowed.keep_likely(params.min_p);
-  if (params.top_p < 1.) allowed.keep_nucleus(params.top_p);
+  if (params.top_p < 1.) allowed.keep_nucleus(x, params.top_p);
   return allowed.draw(uniform(params.seed, index));
 }
 

@@ -8,7 +8,7 @@ penalties. A mask gives -inf, which no later change moves, so the order among ma
 import triton
 import triton.language as tl
 
-from .sample import find_best, find_reached, ordered
+from .sample import find_best, find_reached, lane_bound, ordered
 
 _SEEN = tl.constexpr(1 << 30)
 _COUNT_BITS = tl.constexpr((1 << 30) - 1)
@@ -120,6 +120,7 @@ def logprobs(
     num_tops,
     also_starts,
     also_ids,
+    listed,
     out_ids,
     out_logits,
     out_ranks,
@@ -137,6 +138,7 @@ def logprobs(
         token_ids: [rows] int64; a negative one stands for token 0.
         num_tops: [rows] int32: how many of the best tokens are wanted, at most vocab.
         also_starts: [rows + 1] int32: where the named tokens of each row begin in ``also_ids`` [named] int32.
+        listed: [rows, WIDTH] int32, memory for candidates.
         out_ids: [rows, out_stride] int32. The row's token, then the best tokens by ascending id, then those named.
         out_logits: [rows, out_stride] float32, of the same tokens.
         out_ranks: [rows] int32; 1 is the best, and the lower id among equals.
@@ -152,14 +154,16 @@ def logprobs(
     value = tl.load(base + token_id)
     tl.store(out_ids, token_id.to(tl.int32))
     tl.store(out_logits, value)
-    largest, _, is_finite = find_best(base, vocab, WIDTH)
+    largest, _, is_finite, maxima = find_best(base, vocab, WIDTH)
     total, num_better = _sums(base, vocab, largest, value, token_id, WIDTH)
     normalizer = tl.where(is_finite, largest.to(tl.float64) + tl.log(total), float("nan"))
     tl.store(out_normalizers + row, normalizer)
     tl.store(out_ranks + row, num_better + 1)
     num_top = tl.load(num_tops + row)
     if is_finite & (num_top > 0):
-        _write_best(base, vocab, largest, num_top, out_ids + 1, out_logits + 1, WIDTH)
+        hint = lane_bound(maxima, num_top, WIDTH)
+        listed += row.to(tl.int64) * WIDTH
+        _write_best(base, vocab, largest, hint, listed, num_top, out_ids + 1, out_logits + 1, WIDTH)
     begin, end = tl.load(also_starts + row), tl.load(also_starts + row + 1)
     lanes = tl.arange(0, LISTED)
     for first in tl.range(begin, end, LISTED):
@@ -186,14 +190,11 @@ def _sums(base, vocab, largest, value, token_id, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _write_best(base, vocab, largest, num_top, out_ids, out_logits, WIDTH: tl.constexpr):
+def _write_best(base, vocab, largest, hint, listed, num_top, out_ids, out_logits, WIDTH: tl.constexpr):
     """Write the ``num_top`` best tokens, ascending, and their logits."""
     lanes = tl.arange(0, WIDTH)
-    lowest = tl.zeros([1], tl.uint32)
-    one = largest.to(tl.float64) * 0.0 + 1.0
-    limit, above = find_reached(base, vocab, largest, one, lowest, num_top.to(tl.float32), 0.0, False, WIDTH)
-    threshold = tl.max(limit, 0)
-    num_equal = num_top - tl.max(above, 0).to(tl.int32)
+    threshold, above = find_reached(base, vocab, hint, listed, largest, 1.0, 0, num_top.to(tl.int64), False, WIDTH)
+    num_equal = num_top - above.to(tl.int32)
     num_written = 0
     num_before = 0
     for begin in tl.range(0, vocab, WIDTH):

@@ -1,13 +1,27 @@
 """Draws tokens by the rule of ``sampler.Sampler``, one program a row, without sorting the vocabulary.
 
 Top-k, min-p and top-p each keep a prefix of one order: larger first, and among equals the lower id. So what they keep
-is a threshold, and how many of the tokens that equal it count. The threshold is found digit by digit, two bits a pass
-over the row: floats become integers of the same order, and the largest integer is wanted that enough tokens, or enough
-mass, still reach. A row stays in the L2 cache between passes.
+is a threshold, and how many of the tokens that equal it count. Weights are integers, so that every sum is exact and the
+token is the host's; they need no float64 unit, of which most GPUs have few.
+
+A threshold is searched among few candidates: the maxima of the lanes in which a program reads its row bound it, and
+what reaches the bound is listed. Only where these are more than a program holds, or less than the mass that is wanted,
+the interval of the threshold is divided by passes over the row. A row stays in the L2 cache between passes.
 """
 
 import triton
 import triton.language as tl
+
+_STEPS = tl.constexpr(20)  # sampler.py explains the constants of `_weigh`
+_WITHIN = tl.constexpr((1 << 20) - 1)
+_CUT = tl.constexpr(float(41 << 20))
+_BELOW = tl.constexpr(float(42 << 20))
+_RATE = tl.constexpr(1.4426950408889634 * (1 << 20))
+_WHOLE = tl.constexpr(float(1 << 40))
+_LEAST_KEY, _LARGEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+"""Of NaN: no key of a row that is drawn from."""
+_PASSES = tl.constexpr(3)
+"""Over the row before candidates are listed again: each leaves a quarter of the interval."""
 
 
 @triton.jit
@@ -19,13 +33,14 @@ def sample(
     min_ps,
     numbers,
     asking,
+    listed,
     out,
     vocab,
     row_stride,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Draw one token. Grid: (rows,).
+    """Draw one token. Grid: (rows,). Products and sums must not be fused.
 
     Args:
         logits: [rows, vocab] float32; rows lie ``row_stride`` elements apart.
@@ -33,35 +48,48 @@ def sample(
         top_ks: [all that ask] int32; 0: no limit.
         asking: [rows] int64: where in these arrays each row's parameters stand.
         numbers: [rows] float64: the uniform number in [0, 1) of each row's draw.
+        listed: [rows, WIDTH] int32, memory for candidates.
         out: [rows] int64. -1: no logit of the row is finite; -2: all are -inf. A row whose largest logit is not finite,
             but which has a finite one, gives the first NaN, or else the first of the largest.
         WIDTH: Logits that one turn of a loop reads. PARTS: a power of two, at least vocab / WIDTH.
     """
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * row_stride
-    largest, best, is_drawable = find_best(base, vocab, WIDTH)
+    listed += row.to(tl.int64) * WIDTH
+    largest, best, is_drawable, maxima = find_best(base, vocab, WIDTH)
     place = tl.load(asking + row)
     temperature = tl.load(temperatures + place)
     token = best.to(tl.int64)
     if is_drawable & (temperature != 0.0):
         top_k, top_p, min_p = tl.load(top_ks + place), tl.load(top_ps + place), tl.load(min_ps + place)
-        threshold, num_equal = _limits(base, vocab, largest, temperature, top_k, top_p, min_p, WIDTH)
+        rate = tl.minimum(
+            tl.maximum(tl.full((), _RATE, tl.float64) / temperature, 1.1754943508222875e-38), 3.4028234663852886e38
+        )
+        rate = rate.to(tl.float32)
+        least = tl.ceil(tl.maximum(min_p, 0.0) * _WHOLE).to(tl.int64)
+        threshold, num_equal = _limits(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, WIDTH)
         number = tl.load(numbers + row)
-        token = _draw(base, vocab, largest, temperature, threshold, num_equal, number, WIDTH, PARTS)
+        token = _draw(base, vocab, largest, rate, least, threshold, num_equal, number, WIDTH, PARTS)
     tl.store(out + row, token)
 
 
 @triton.jit
 def ordered(x):
-    """Return uint32 in the order of float32 ``x``; both zeros give the same."""
+    """Return int32 in the order of float32 ``x``; both zeros give the same."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+    return tl.where(bits < 0, bits ^ _LARGEST_KEY, bits)
+
+
+@triton.jit
+def _value(key):
+    """Return the float32 of which ``key`` is the place in the order."""
+    return tl.where(key < 0, key ^ _LARGEST_KEY, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def find_best(base, vocab, WIDTH: tl.constexpr):
-    """Return the largest logit, the token of a greedy draw (-1: no logit is finite; -2: all are -inf), and whether the
-    row has a distribution."""
+    """Return the largest logit, the token of a greedy draw (-1: no logit is finite; -2: all are -inf), whether the row
+    has a distribution, and the largest logit of each lane, [WIDTH]."""
     lanes = tl.arange(0, WIDTH)
     values = tl.full([WIDTH], float("-inf"), tl.float32)
     places = lanes
@@ -81,117 +109,235 @@ def find_best(base, vocab, WIDTH: tl.constexpr):
     is_drawable = (nan == 2147483647) & (tl.abs(largest) < float("inf"))
     none = tl.where((nan == 2147483647) & (largest == float("-inf")), -2, -1)
     best = tl.where(nan < 2147483647, nan, best)
-    return largest, tl.where(tl.sum(num_finite, 0) > 0, best, none), is_drawable
+    return largest, tl.where(tl.sum(num_finite, 0) > 0, best, none), is_drawable, values
 
 
 @triton.jit
-def _limits(base, vocab, largest, temperature, top_k, top_p, min_p, WIDTH: tl.constexpr):
-    """Return the threshold of the tokens that may be drawn, and how many of those that equal it may be."""
-    lowest = tl.zeros([1], tl.uint32)
-    num_equal = tl.full([1], 2147483647, tl.int32)
-    if (top_k > 0) & (top_k < vocab):
-        lowest, above = find_reached(base, vocab, largest, temperature, lowest, top_k.to(tl.float32), 0.0, False, WIDTH)
-        num_equal = top_k - above.to(tl.int32)
-    if min_p > 0.0:
-        limit = (largest.to(tl.float64) + temperature * tl.log(min_p)).to(tl.float32)
-        by_min_p = ordered(tl.zeros([1], tl.float32) + limit)
-        num_equal = tl.where(by_min_p > lowest, 2147483647, num_equal)
-        lowest = tl.where(by_min_p > lowest, by_min_p, lowest)
+def _weigh(x, largest, rate, least):
+    """Return the weights, int64, of logits ``x`` as ``sampler.weigh`` does, and 0 for those below ``least``."""
+    power = tl.minimum((largest - x) * rate, _CUT)
+    steps = power.to(tl.int32)
+    within = (steps & _WITHIN).to(tl.float32)
+    octave = within * -1.2608238277515058e-26 + 1.280211278176982e-19
+    octave = octave * within - 8.049192280583373e-13
+    octave = octave * within + 3.664941687020473e-06
+    octave = octave * within - 11.090309143066406
+    octave = octave * within + 16777216.0
+    weights = (octave.to(tl.int32).to(tl.int64) << 16) >> (steps >> _STEPS).to(tl.int64)
+    return tl.where(weights >= least, weights, 0)
+
+
+@triton.jit
+def _limits(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, WIDTH: tl.constexpr):
+    """Return the threshold of the tokens that may be drawn, and how many of those that equal it may be; tokens of which
+    min-p leaves no weight are not excluded by it."""
+    threshold = tl.full((), _LEAST_KEY, tl.int32)
+    num_equal = tl.full((), 9223372036854775807, tl.int64)
+    is_limited = (top_k > 0) & (top_k < vocab)
+    if is_limited:
+        hint = lane_bound(maxima, top_k, WIDTH)
+        threshold, above = find_reached(
+            base, vocab, hint, listed, largest, rate, least, top_k.to(tl.int64), False, WIDTH
+        )
+        num_equal = top_k - above
     if top_p < 1.0:
-        above, equal_mass, equal_count = _mass(base, vocab, largest, temperature, lowest, WIDTH)
-        each = equal_mass / tl.maximum(equal_count, 1.0)
-        total = above + each * tl.minimum(equal_count, num_equal.to(tl.float32))
-        target = total * top_p.to(tl.float32)
-        found, above = find_reached(base, vocab, largest, temperature, lowest, target, total, True, WIDTH)
-        if tl.max(found, 0) > tl.max(lowest, 0):
-            num_equal = tl.full([1], 2147483647, tl.int32)
-        lowest = found
-        _, equal_mass, equal_count = _mass(base, vocab, largest, temperature, lowest, WIDTH)
-        each = equal_mass / tl.maximum(equal_count, 1.0)
-        needed = tl.ceil((target - above) / tl.maximum(each, 1e-38))
-        num_equal = tl.minimum(num_equal.to(tl.float32), tl.maximum(needed, 1.0)).to(tl.int32)
-    return tl.max(lowest, 0), tl.max(num_equal, 0)
+        hint = threshold
+        if not is_limited:
+            hint = lane_bound(maxima, WIDTH // 4, WIDTH)
+        total = _mass(base, vocab, largest, rate, least, threshold, num_equal, WIDTH)
+        target = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+        target = tl.maximum(tl.minimum(target, total), 1)
+        found, above = find_reached(base, vocab, hint, listed, largest, rate, least, target, True, WIDTH)
+        each = tl.maximum(_weigh(_value(found), largest, rate, least), 1)
+        needed = (target - above + each - 1) // each
+        num_equal = tl.where(found > threshold, needed, tl.minimum(num_equal, needed))
+        threshold = found
+    return threshold, num_equal
 
 
 @triton.jit
-def _weights(x, largest, temperature):
-    """Return the unnormalised float32 probabilities of logits ``x``."""
-    return tl.exp((x - largest) / temperature.to(tl.float32))
-
-
-@triton.jit
-def _mass(base, vocab, largest, temperature, limit, WIDTH: tl.constexpr):
-    """Return the mass of the tokens above ``limit`` [1], and mass and number of those that equal it, each [1]."""
+def _mass(base, vocab, largest, rate, least, threshold, num_equal, WIDTH: tl.constexpr):
+    """Return the mass of the tokens that a threshold leaves."""
     lanes = tl.arange(0, WIDTH)
-    above = tl.zeros([WIDTH], tl.float32)
-    equal = tl.zeros([WIDTH], tl.float32)
-    count = tl.zeros([WIDTH], tl.float32)
+    above = tl.zeros([WIDTH], tl.int64)
+    count = tl.zeros([WIDTH], tl.int32)
     for begin in tl.range(0, vocab, WIDTH):
         at = begin + lanes
         x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-        keys, weights = ordered(x), _weights(x, largest, temperature)
-        above += tl.where(keys > limit, weights, 0.0)
-        is_equal = (keys == limit) & (at < vocab)
-        equal += tl.where(is_equal, weights, 0.0)
-        count += is_equal.to(tl.float32)
-    zero = tl.zeros([1], tl.float32)
-    return zero + tl.sum(above, 0), zero + tl.sum(equal, 0), zero + tl.sum(count, 0)
+        keys, weights = ordered(x), _weigh(x, largest, rate, least)
+        above += tl.where(keys > threshold, weights, 0)
+        count += ((keys == threshold) & (at < vocab)).to(tl.int32)
+    num_equal = tl.minimum(tl.sum(count, 0).to(tl.int64), num_equal)
+    # No logit equals the least key, which stands for no threshold and whose value is no number.
+    each = tl.where(num_equal > 0, _weigh(_value(threshold), largest, rate, least), 0)
+    return tl.sum(above, 0) + num_equal * each
 
 
 @triton.jit
-def find_reached(base, vocab, largest, temperature, lowest, wanted, total, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the largest integer, [1], that so much of the row reaches, and how much is above it.
+def lane_bound(maxima, wanted, WIDTH: tl.constexpr):
+    """Return a key that at least ``wanted`` logits reach, and not many more, if ``wanted`` is at most WIDTH: that of
+    one of the ``maxima`` of lanes, [WIDTH]."""
+    keys, ones = ordered(maxima), tl.full([WIDTH], 1, tl.int64)
+    lowest, end = tl.full((), _LEAST_KEY, tl.int64), tl.full((), _LARGEST_KEY, tl.int64)
+    found, _ = _find_among(keys, ones, tl.minimum(wanted, WIDTH).to(tl.int64), lowest, end)
+    return found
 
-    What is measured is mass, or with BY_MASS false the number of tokens. ``lowest`` is known to be reached by
-    ``total``.
+
+@triton.jit
+def find_reached(base, vocab, hint, listed, largest, rate, least, wanted, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the largest key, int32, that so much of the row reaches, and how much is above it, int64.
+
+    What is measured is mass, or with BY_MASS false the number of tokens. ``hint``: a key that the search begins with;
+    the better it is, the fewer are the passes. ``listed``: [WIDTH] int32, memory for candidates. The whole row must
+    reach ``wanted``, which is at least 1.
     """
-    lanes = tl.arange(0, WIDTH)
-    found = tl.zeros([1], tl.uint32)
-    above = tl.zeros([1], tl.float32)
-    shift = tl.full([1], 32, tl.uint32)
-    # Sixteen passes of two bits and no sort of [rows, vocabulary] in 64-bit integers. It is slow for a single row,
-    # which one multiprocessor reads alone.
-    for _ in tl.range(0, 16):
-        shift = (shift - 2).to(tl.uint32)
-        one = found | (tl.full([1], 1, tl.uint32) << shift)
-        two = found | (tl.full([1], 2, tl.uint32) << shift)
-        three = found | (tl.full([1], 3, tl.uint32) << shift)
-        by_one = tl.zeros([WIDTH], tl.float32)
-        by_two = tl.zeros([WIDTH], tl.float32)
-        by_three = tl.zeros([WIDTH], tl.float32)
-        for begin in tl.range(0, vocab, WIDTH):
-            at = begin + lanes
-            x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-            keys = ordered(x)
-            if BY_MASS:
-                measure = _weights(x, largest, temperature)
-            else:
-                measure = (at < vocab).to(tl.float32)
-            by_one += tl.where(keys >= one, measure, 0.0)
-            by_two += tl.where(keys >= two, measure, 0.0)
-            by_three += tl.where(keys >= three, measure, 0.0)
-        m1 = tl.where(one <= lowest, total, tl.sum(by_one, 0))
-        m2 = tl.where(two <= lowest, total, tl.sum(by_two, 0))
-        m3 = tl.where(three <= lowest, total, tl.sum(by_three, 0))
-        above = tl.where(m3 >= wanted, above, tl.where(m2 >= wanted, m3, tl.where(m1 >= wanted, m2, m1)))
-        found = tl.where(m3 >= wanted, three, tl.where(m2 >= wanted, two, tl.where(m1 >= wanted, one, found)))
-    return found, above
+    lowest, end = tl.full((), _LEAST_KEY, tl.int64), ordered(largest).to(tl.int64) + 1
+    if BY_MASS:  # what lies 42 powers of two below weighs nothing
+        lowest = ordered(largest - tl.full((), _BELOW, tl.float32) / rate).to(tl.int64)
+    above = tl.full((), 0, tl.int64)
+    begin = tl.maximum(hint.to(tl.int64), lowest)
+    turn = 0
+    while end - lowest > 1:
+        count, measure = _list(base, vocab, begin, end, listed, largest, rate, least, BY_MASS, WIDTH)
+        if above + measure < wanted:
+            end = begin
+            above += measure
+        else:
+            lowest = begin
+            if count <= WIDTH:
+                keys, measures = _listed(base, listed, count, largest, rate, least, BY_MASS, WIDTH)
+                found, more = _find_among(keys, measures, wanted - above, lowest, end)
+                lowest = found.to(tl.int64)
+                end = lowest + 1
+                above += more
+        for _ in tl.range(0, _PASSES):
+            if end - lowest > 1:
+                one, two, three = _pivots(lowest, end, BY_MASS & (turn == 0))
+                by_one, by_two, by_three = _measure(base, vocab, one, two, three, largest, rate, least, BY_MASS, WIDTH)
+                lowest, end, above = _narrowed(lowest, end, above, wanted, one, two, three, by_one, by_two, by_three)
+        begin = lowest
+        turn += 1
+    return lowest.to(tl.int32), above
 
 
 @triton.jit
-def _kept_weights(base, at, vocab, largest, temperature, threshold, num_equal, num_before):
-    """Return the float64 probabilities of the tokens ``at``, 0 for those that may not be drawn, and how many of them
-    equal the threshold. ``num_before``: how many tokens before them do."""
+def _list(base, vocab, begin, end, listed, largest, rate, least, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
+    """List the tokens whose keys are in [begin, end), ascending, as many as there is memory for. Return how many there
+    are, and their measure."""
+    lanes = tl.arange(0, WIDTH)
+    sums = tl.zeros([WIDTH], tl.int64)
+    count = 0
+    tl.debug_barrier()
+    for first in tl.range(0, vocab, WIDTH):
+        at = first + lanes
+        x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
+        keys = ordered(x)
+        is_in = (keys >= begin.to(tl.int32)) & (keys < end.to(tl.int32)) & (at < vocab)
+        if BY_MASS:
+            sums += tl.where(is_in, _weigh(x, largest, rate, least), 0)
+        here = tl.sum(is_in.to(tl.int32), 0)
+        if here > 0:
+            place = count + tl.cumsum(is_in.to(tl.int32), 0) - 1
+            tl.store(listed + place, at, mask=is_in & (place < WIDTH))
+        count += here
+    tl.debug_barrier()
+    measure = count.to(tl.int64)
+    if BY_MASS:
+        measure = tl.sum(sums, 0)
+    return count, measure
+
+
+@triton.jit
+def _listed(base, listed, count, largest, rate, least, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the keys of the listed tokens, [WIDTH], and their measures, which are 0 behind them."""
+    lanes = tl.arange(0, WIDTH)
+    at = tl.load(listed + lanes, mask=lanes < count, other=0)
+    x = tl.load(base + at, mask=lanes < count, other=float("-inf"))
+    if BY_MASS:
+        measures = _weigh(x, largest, rate, least)
+    else:
+        measures = (lanes < count).to(tl.int64)
+    return ordered(x), measures
+
+
+@triton.jit
+def _find_among(keys, measures, wanted, lowest, end):
+    """Return the largest key in [lowest, end), int32, that ``wanted`` of the measures reach, and how much is above."""
+    above = tl.full((), 0, tl.int64)
+    while end - lowest > 1:
+        one, two, three = _pivots(lowest, end, False)
+        by_one = tl.sum(tl.where(keys >= one.to(tl.int32), measures, 0), 0)
+        by_two = tl.sum(tl.where(keys >= two.to(tl.int32), measures, 0), 0)
+        by_three = tl.sum(tl.where(keys >= three.to(tl.int32), measures, 0), 0)
+        lowest, end, above = _narrowed(lowest, end, above, wanted, one, two, three, by_one, by_two, by_three)
+    return lowest.to(tl.int32), above
+
+
+@triton.jit
+def _pivots(lowest, end, by_value):
+    """Return three keys, ascending, that divide (lowest, end) into quarters: of its keys, or ``by_value`` of the
+    logits, as keys are dense around zero."""
+    quarter = (end - lowest) // 4
+    low, step = _value(lowest.to(tl.int32)), (_value(end.to(tl.int32)) - _value(lowest.to(tl.int32))) * 0.25
+    one = tl.where(by_value, ordered(low + step).to(tl.int64), lowest + quarter)
+    two = tl.where(by_value, ordered(low + 2.0 * step).to(tl.int64), lowest + 2 * quarter)
+    three = tl.where(by_value, ordered(low + 3.0 * step).to(tl.int64), lowest + 3 * quarter)
+    first, last = lowest + 1, end - 1
+    return (
+        tl.minimum(tl.maximum(one, first), last),
+        tl.minimum(tl.maximum(two, first), last),
+        tl.minimum(tl.maximum(three, first), last),
+    )
+
+
+@triton.jit
+def _narrowed(lowest, end, above, wanted, one, two, three, by_one, by_two, by_three):
+    """Return the part of an interval in which the key is that ``wanted`` reaches, and how much is above the part, by
+    what reaches each of three keys."""
+    above = tl.where(
+        by_three >= wanted, above, tl.where(by_two >= wanted, by_three, tl.where(by_one >= wanted, by_two, by_one))
+    )
+    end = tl.where(by_three >= wanted, end, tl.where(by_two >= wanted, three, tl.where(by_one >= wanted, two, one)))
+    lowest = tl.where(
+        by_three >= wanted, three, tl.where(by_two >= wanted, two, tl.where(by_one >= wanted, one, lowest))
+    )
+    return lowest, end, above
+
+
+@triton.jit
+def _measure(base, vocab, one, two, three, largest, rate, least, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return how much of the row reaches each of three keys, int64."""
+    lanes = tl.arange(0, WIDTH)
+    by_one = tl.zeros([WIDTH], tl.int64)
+    by_two = tl.zeros([WIDTH], tl.int64)
+    by_three = tl.zeros([WIDTH], tl.int64)
+    for begin in tl.range(0, vocab, WIDTH):
+        at = begin + lanes
+        x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
+        keys = ordered(x)
+        if BY_MASS:
+            measures = _weigh(x, largest, rate, least)
+        else:
+            measures = (at < vocab).to(tl.int64)
+        by_one += tl.where(keys >= one.to(tl.int32), measures, 0)
+        by_two += tl.where(keys >= two.to(tl.int32), measures, 0)
+        by_three += tl.where(keys >= three.to(tl.int32), measures, 0)
+    return tl.sum(by_one, 0), tl.sum(by_two, 0), tl.sum(by_three, 0)
+
+
+@triton.jit
+def _kept_weights(base, at, vocab, largest, rate, least, threshold, num_equal, num_before):
+    """Return the weights of the tokens ``at``, 0 for those that may not be drawn, and how many of them equal the
+    threshold. ``num_before``: how many tokens before them do."""
     x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-    keys = ordered(x)
-    weights = tl.exp((x.to(tl.float64) - largest.to(tl.float64)) / temperature)
+    keys, weights = ordered(x), _weigh(x, largest, rate, least)
     is_equal = ((keys == threshold) & (at < vocab)).to(tl.int32)
     count = tl.sum(is_equal, 0)
     is_kept = keys >= threshold
     if num_before + count > num_equal:
         rank = tl.cumsum(is_equal, 0) + num_before
         is_kept = is_kept & ((is_equal == 0) | (rank <= num_equal))
-    return tl.where(is_kept & (at < vocab), weights, 0.0), count
+    return tl.where(is_kept & (at < vocab), weights, 0), count
 
 
 @triton.jit
@@ -199,36 +345,33 @@ def _draw(
     base,
     vocab,
     largest,
-    temperature,
+    rate,
+    least,
     threshold,
     num_equal,
     number,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Return the first token at which the running sum of the kept probabilities passes ``number`` of the whole."""
+    """Return the first token at which the running sum of the kept weights passes ``number`` of the whole."""
     lanes, parts = tl.arange(0, WIDTH), tl.arange(0, PARTS)
-    sums = tl.zeros([PARTS], tl.float64)
+    sums = tl.zeros([PARTS], tl.int64)
     befores = tl.zeros([PARTS], tl.int32)
     num_before = 0
     for begin in tl.range(0, vocab, WIDTH):
         at = begin + lanes
-        weights, count = _kept_weights(base, at, vocab, largest, temperature, threshold, num_equal, num_before)
+        weights, count = _kept_weights(base, at, vocab, largest, rate, least, threshold, num_equal, num_before)
         is_part = parts == begin // WIDTH
         sums = tl.where(is_part, tl.sum(weights, 0), sums)
         befores = tl.where(is_part, num_before, befores)
         num_before += count
+    total = tl.sum(sums, 0)
+    target = tl.minimum((total.to(tl.float64) * number).to(tl.int64), total - 1)
     running = tl.cumsum(sums, 0)
-    target = number * tl.sum(sums, 0)
-    last = tl.max(tl.where(sums > 0.0, parts, 0), 0)
-    part = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), last)
-    before = tl.sum(tl.where(parts < part, sums, 0.0), 0)
+    part = tl.sum((running <= target).to(tl.int32), 0)
+    before = tl.sum(tl.where(parts < part, sums, 0), 0)
     num_before = tl.sum(tl.where(parts == part, befores, 0), 0)
-
     at = part * WIDTH + lanes
-    weights, _ = _kept_weights(base, at, vocab, largest, temperature, threshold, num_equal, num_before)
+    weights, _ = _kept_weights(base, at, vocab, largest, rate, least, threshold, num_equal, num_before)
     running = tl.cumsum(weights, 0) + before
-    # A sum that rounds to the target or below it leaves the last token with any mass.
-    last = tl.max(tl.where(weights > 0.0, lanes, 0), 0)
-    place = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), last)
-    return (part * WIDTH + place).to(tl.int64)
+    return (part * WIDTH + tl.sum((running <= target).to(tl.int32), 0)).to(tl.int64)

@@ -11,7 +11,7 @@ from ...kernels.triton.sample import sample
 from .sampling_arrays import FoundLogprobs
 
 _WIDTH = 4096
-"""Logits that a program reads at a time: eight for each thread of the draw."""
+"""Logits that a program reads at a time: eight for each thread of the draw. A program holds as many candidates."""
 _WARPS = 16
 _LISTED = 256
 """Listed tokens that a program reads at a time."""
@@ -88,6 +88,7 @@ class TritonSamplerKernels:
             num_tops,
             also_starts,
             also_ids,
+            torch.empty(count, self._width, dtype=torch.int32, device=device),
             *found,
             logits.shape[1],
             logits.stride(0),
@@ -117,11 +118,13 @@ def draw(logits: Tensor, columns: Sequence[Tensor], width: int = _WIDTH) -> Tens
         min_ps,
         numbers,
         asking,
+        torch.empty(num_rows, width, dtype=torch.int32, device=logits.device),
         out,
         vocab,
         logits.stride(0),
         WIDTH=width,
         PARTS=power_of_2(-(-vocab // width)),
         num_warps=_WARPS,
+        enable_fp_fusion=False,
     )
     return out

@@ -3,6 +3,10 @@
 Tokens have one total order: larger first, and among equals the lower id. Each filter keeps a prefix of that order,
 so top-k keeps exactly k tokens and top-k 1 is greedy.
 
+Probabilities are integers, *weights*, made of a few operations in float32 that every device rounds alike. Their sums
+are exact in any order, so numpy, the C++ kernel (``csrc/draw.cpp``) and the kernel of a GPU (``triton/sample.py``) draw
+the same token, however each divides a row.
+
 Random numbers are counter-based, by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 2011). A number depends on its key and counter alone, so a request that was preempted, resumed or moved to another
 engine draws the numbers it would have drawn, and requests of one batch never influence each other.
@@ -12,7 +16,7 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +68,11 @@ def uniform(
     return np.multiply(bits, 2.0**-53, dtype=np.float64)
 
 
+WHOLE = 1 << 40
+"""The weight of the largest logit. A sum of 2^22 of them is below 2^62."""
+Weights: TypeAlias = npt.NDArray[np.int64]
+Numbers: TypeAlias = npt.NDArray[Any]
+"""Weights, or probabilities in float64, as rejection sampling has them."""
 _COLUMNS = 64  # of the maxima that bound the k-th value from below: few elements pass, and the pass stays cheap
 CHUNK_ELEMENTS = 1 << 15
 """Rows are computed together up to so many logits, which a core's cache holds: calls of numpy cost more than the
@@ -95,23 +104,81 @@ def _lower_bound(values: npt.NDArray[np.floating[Any]], k: int) -> Any:
     return np.partition(maxima, groups - k)[groups - k]
 
 
-def nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.intp]:
-    """Return the ascending indices of the shortest prefix of the order whose mass reaches ``top_p`` of the whole."""
-    target = top_p * weights.sum()
+def nucleus(logits: npt.NDArray[np.float32], weights: Weights, top_p: float) -> npt.NDArray[np.intp]:
+    """Return the ascending indices of the shortest prefix of the order of ``logits`` [n] whose ``weights`` [n] reach
+    ``top_p`` of their sum."""
+    total = int(weights.sum())
+    target = max(1, min(total, math.ceil(float(total) * top_p)))
     size = _FIRST_GUESS
     while True:
-        head = largest(weights, size)
-        order = head[np.argsort(-weights[head], kind="stable")]
+        head = largest(logits, size)
+        order = head[np.argsort(-logits[head], kind="stable")]
         mass = np.cumsum(weights[order])
         if mass[-1] >= target or len(head) == len(weights):
             return np.sort(order[: np.searchsorted(mass, target) + 1])
         size *= 16
 
 
+_STEPS = 20
+"""Bits behind the point of the power of two that is a token's share of the largest weight."""
+_CUT = np.float32(41 << _STEPS)
+"""A power with which a weight is below 1, so that it is 0."""
+_OCTAVE = tuple(
+    np.float32(float.fromhex(each))
+    for each in ("0x1p24", "-0x1.62e3dp3", "0x1.ebe67p-19", "-0x1.c52116p-41", "0x1.2e4806p-63", "-0x1.f376bap-87")
+)
+"""Coefficients of 2^(24 - r / 2^20) for r in [0, 2^20): right to 4e-7, and less for each larger r, so that a token with
+a larger logit never weighs less."""
+_FLOAT32 = np.finfo(np.float32)
+_EXPONENT = _FLOAT32.nmant
+
+
+def rates(temperatures: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Return by what the distance of a logit from the largest one is multiplied to get the power of :func:`weigh`."""
+    with np.errstate(over="ignore"):  # of a tiny temperature
+        exact = math.log2(math.e) * (1 << _STEPS) / temperatures
+    # Not 0 and not infinite, so that the product with a distance of infinity or 0 is not NaN.
+    return np.clip(exact, _FLOAT32.tiny, _FLOAT32.max).astype(np.float32)
+
+
+def weigh(logits: npt.NDArray[np.float32], rate: npt.NDArray[np.float32] | np.float32) -> Weights:
+    """Return the unnormalised probabilities of logits [..., n], of which the largest is finite and gets 2^40. 0 for
+    what is more than 40 powers of two less likely."""
+    top, weights = logits.max(axis=-1, keepdims=True), np.empty(logits.shape, dtype=np.int64)
+    for begin in range(0, logits.shape[-1], CHUNK_ELEMENTS):
+        part = np.s_[..., begin : begin + CHUNK_ELEMENTS]
+        weights[part] = _weigh(top, logits[part], rate)
+    return weights
+
+
+def _weigh(
+    top: npt.NDArray[np.float32],
+    logits: npt.NDArray[np.float32],
+    rate: npt.NDArray[np.float32] | np.float32,
+) -> npt.NDArray[np.float32]:
+    """Return the weights of a part of each row with this largest logit, as floats with a fraction."""
+    with np.errstate(over="ignore"):
+        power = np.subtract(top, logits)
+        power *= rate
+    steps = np.minimum(power, _CUT, out=power).astype(np.int32)
+    within = np.bitwise_and(steps, (1 << _STEPS) - 1).astype(np.float32)
+    # One rounding for each product and each sum, as the kernels have it: no fused operation.
+    octave = np.multiply(within, _OCTAVE[5], out=power)
+    for coefficient in _OCTAVE[4:0:-1]:
+        octave += coefficient
+        octave *= within
+    octave += _OCTAVE[0]
+    # Times 2^16 and divided by a power of two for each whole step: exact, by the exponent of a float32.
+    steps >>= _STEPS
+    steps <<= _EXPONENT
+    octave *= np.subtract((127 + 16) << _EXPONENT, steps, out=steps).view(np.float32)
+    return octave
+
+
 def allowed_set(
     logits: npt.NDArray[np.float32], params: CoreSamplingParams
-) -> tuple[npt.NDArray[np.intp] | None, npt.NDArray[np.float64]]:
-    """Return the ascending token ids that one row [vocab] may draw (None: all), and their unnormalised probabilities.
+) -> tuple[npt.NDArray[np.intp] | None, Weights]:
+    """Return the ascending token ids that one row [vocab] may draw (None: all), and their weights.
 
     The row's largest logit is finite. Temperature, then min-p, top-k and top-p, as vLLM V1 orders them: top-p is a
     share of what the other filters left.
@@ -120,31 +187,26 @@ def allowed_set(
     if 0 < params.top_k < len(logits):
         token_ids = largest(logits, params.top_k)
         logits = logits[token_ids]
-    weights: npt.NDArray[np.float64] = np.subtract(logits, logits.max(), dtype=np.float64)
-    with np.errstate(over="ignore"):  # as in `all_weights`, without the calls that several rows need
-        np.exp(np.divide(weights, params.temperature, out=weights), out=weights)
+    weights = weigh(logits, rates(np.array([params.temperature]))[0])
     # After top-k, though min-p is named first: it compares each weight with the largest one, which no other filter
     # removes, so its place changes nothing, and here it sees k tokens instead of the vocabulary.
     if params.min_p > 0.0:
-        token_ids, weights = _select(token_ids, weights, np.flatnonzero(weights >= params.min_p))
+        kept = np.flatnonzero(weights >= math.ceil(params.min_p * WHOLE))
+        token_ids, logits, weights = _select(token_ids, kept), logits[kept], weights[kept]
     if params.top_p < 1.0:
-        token_ids, weights = _select(token_ids, weights, nucleus(weights, params.top_p))
+        kept = nucleus(logits, weights, params.top_p)
+        token_ids, weights = _select(token_ids, kept), weights[kept]
     return token_ids, weights
 
 
-def all_weights(logits: npt.NDArray[np.float32], temperatures: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the unnormalised probabilities, [rows, n], of all tokens of logits [rows, n] at temperatures [rows]. The
-    largest logit of each row is finite and gets 1."""
-    weights: npt.NDArray[np.float64] = np.subtract(logits, logits.max(axis=1, keepdims=True), dtype=np.float64)
-    with np.errstate(over="ignore"):  # a tiny temperature: -inf, probability zero
-        np.exp(np.divide(weights, temperatures[:, None], out=weights), out=weights)
-    return weights
+def all_weights(logits: npt.NDArray[np.float32], temperatures: npt.NDArray[np.float64]) -> Weights:
+    """Return the weights, [rows, n], of all tokens of logits [rows, n] at temperatures [rows]. The largest logit of
+    each row is finite."""
+    return weigh(logits, rates(temperatures)[:, None])
 
 
-def _select(
-    token_ids: npt.NDArray[np.intp] | None, weights: npt.NDArray[np.float64], kept: npt.NDArray[np.intp]
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    return (kept if token_ids is None else token_ids[kept]), weights[kept]
+def _select(token_ids: npt.NDArray[np.intp] | None, kept: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    return kept if token_ids is None else token_ids[kept]
 
 
 _GROUP = 64  # a running sum over the vocabulary is one long chain of additions; sums of groups run in parallel
@@ -228,39 +290,40 @@ def _is_plain(params: CoreSamplingParams, vocab_size: int) -> bool:
 
 def _draw(logits: npt.NDArray[np.float32], params: CoreSamplingParams, u: float) -> int:
     token_ids, weights = allowed_set(logits, params)
-    # Mass adds up by ascending token id in float64, however the allowed tokens were found, so a token depends on
-    # logits, parameters, seed and index only: a resumed or moved request draws the same. By descending weight, logits
-    # that differ in their last bits could swap two tokens and move the sums of all between them.
+    # Mass adds up by ascending token id. By descending weight, logits that differ in their last bits could swap two
+    # tokens and move the sums of all between them.
     index = first_past(weights, u)
     return index if token_ids is None else int(token_ids[index])
 
 
-def first_past(weights: npt.NDArray[np.float64], u: float) -> int:
+def first_past(weights: Numbers, u: float) -> int:
     """Return the index of the first weight, [n], at which the running sum passes ``u`` of the whole; u in [0, 1)."""
     if len(weights) < _LONG:
         running = np.cumsum(weights)
-        return _search_one(weights, running, u * float(running[-1]))
+        index = int(np.searchsorted(running, _targets(running[-1:], np.array([u]))[0], side="right"))
+        return index if index < len(weights) else int(np.flatnonzero(weights)[-1])
     return int(_firsts_past(weights[None], np.array([u]))[0])
 
 
-def _search_one(weights: npt.NDArray[np.float64], running: npt.NDArray[np.float64], target: float) -> int:
-    """Do what :func:`_search` does for one short row, [n], with a third of its calls."""
-    index = int(np.searchsorted(running, target, side="right"))
-    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])
+def _targets(totals: Numbers, numbers: npt.NDArray[np.float64]) -> Numbers:
+    """Return what running sums must pass, [rows], for ``numbers`` [rows] in [0, 1) of ``totals`` [rows]."""
+    shares: npt.NDArray[np.float64] = totals * numbers
+    # A sum of integers passes the share when it passes the whole number below it, and it passes no total.
+    return shares if totals.dtype.kind == "f" else np.minimum(shares.astype(np.int64), totals - 1)
 
 
-def _firsts_past(weights: npt.NDArray[np.float64], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+def _firsts_past(weights: Numbers, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
     """Return :func:`first_past` of each row of weights [rows, n] with its own number, [rows]."""
     num_rows, width = weights.shape
     if width < _LONG:
         running = np.cumsum(weights, axis=1)
-        return _search(weights, running, numbers * running[:, -1])
+        return _search(weights, running, _targets(running[:, -1], numbers))
     whole = width // _GROUP * _GROUP
-    sums = np.empty((num_rows, whole // _GROUP + 1))
+    sums = np.empty((num_rows, whole // _GROUP + 1), dtype=weights.dtype)
     weights[:, :whole].reshape(num_rows, -1, _GROUP).sum(axis=2, out=sums[:, :-1])
     weights[:, whole:].sum(axis=1, out=sums[:, -1])
     running = np.cumsum(sums, axis=1)
-    targets = numbers * running[:, -1]
+    targets = _targets(running[:, -1], numbers)
     groups = _search(sums, running, targets)
     found: npt.NDArray[np.intp] = groups * _GROUP
     for row, group in enumerate(groups.tolist()):
@@ -270,11 +333,9 @@ def _firsts_past(weights: npt.NDArray[np.float64], numbers: npt.NDArray[np.float
     return found
 
 
-def _search(
-    weights: npt.NDArray[np.float64], running: npt.NDArray[np.float64], targets: npt.NDArray[np.float64]
-) -> npt.NDArray[np.intp]:
+def _search(weights: Numbers, running: Numbers, targets: Numbers) -> npt.NDArray[np.intp]:
     """Return for each row the first place at which the running sum, [rows, n], is above the target, [rows]."""
     indices: npt.NDArray[np.intp] = np.count_nonzero(running <= targets[:, None], axis=1)
-    for row in np.flatnonzero(indices == weights.shape[1]).tolist():  # the target is a rounding error above the sum
+    for row in np.flatnonzero(indices == weights.shape[1]).tolist():  # a target of floats that rounds to the sum
         indices[row] = np.flatnonzero(weights[row])[-1]
     return indices

@@ -80,7 +80,7 @@ class MachineCode:
     shared: int
     """Bytes of shared memory."""
     instructions: dict[str, int]
-    """How often each kind of load and matrix instruction stands there, by name and width."""
+    """How often each kind of load, product and matrix instruction stands there, by name and width."""
 
 
 def compile_launch(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], capability: int) -> MachineCode:
@@ -121,7 +121,7 @@ def _read(name: str, cubin: bytes, shared: int) -> MachineCode:
         if kind in ("LDG", "LDGSTS"):
             width = re.search(r"\.(U?16|U?8|64|128)\b", operation)
             kind += "." + (width[1] if width else "32")
-        elif kind not in ("HGMMA", "HMMA", "LDL", "STL", "UTMALDG"):
+        elif kind not in ("HGMMA", "HMMA", "LDL", "STL", "UTMALDG", "FFMA", "FFMA2", "FMUL", "FMUL2", "DFMA"):
             continue
         counts[kind] = counts.get(kind, 0) + 1
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))

@@ -114,3 +114,13 @@ def test_what_streams_activations_loads_many_bytes_at_a_time(codes, case):
 def test_the_inputs_of_the_next_tokens_are_on_their_way_while_one_is_computed(codes, case):
     for code in codes[case]:
         assert sum(count for name, count in code["instructions"].items() if name.startswith("LDGSTS")) >= 6, code
+
+
+@pytest.mark.parametrize("capability", _CASES)
+def test_weights_of_tokens_are_made_of_operations_that_are_not_fused(capability):
+    """Fused ones would make other weights than a CPU's. The divisions of a row have fused operations of their own."""
+    (code,) = codes_of(capability)["sampling"]
+    count = code["instructions"].get
+    assert count("FMUL", 0) + 2 * count("FMUL2", 0) > 200, code
+    assert count("FFMA", 0) + 2 * count("FFMA2", 0) < 5, code
+    assert count("DFMA", 0) < 40, "no exponentials in float64"

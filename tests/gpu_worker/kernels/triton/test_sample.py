@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.gpu_worker.kernels.triton import sample as kernels
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import draw
 from tokenloom.gpu_worker.sampler.device.sampling_arrays import SamplingArrays
@@ -79,3 +80,65 @@ def test_masked_tokens_are_never_drawn():
     host, device = draw_both(logits, make_rows(12))
     assert device == host
     assert set(device) == {3, 260}
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How often rows were read to list candidates, and to divide the interval of a threshold."""
+    counts = {"_list": 0, "_measure": 0}
+
+    def counted(name):
+        function = getattr(kernels, name)
+
+        def call(*arguments):
+            counts[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(kernels, name, counted(name))
+    return counts
+
+
+def test_a_peaked_row_is_read_once_for_each_filter(passes):
+    logits = np.random.default_rng(4).normal(0.0, 1.0, (2, 500)).astype(np.float32)
+    logits[:, 100:110] += 12.0
+    host, device = draw_both(logits, make_rows(2, top_k=20, top_p=0.9))
+    assert device == host
+    assert passes == {"_list": 4, "_measure": 0}
+
+
+@pytest.mark.parametrize(
+    ("params", "scale"),
+    [
+        ({"top_p": 0.9}, 1.0),
+        ({"top_p": 0.9}, 0.0),
+        ({"top_p": 0.999, "temperature": 2.0}, 3.0),
+        ({"top_p": 0.9, "temperature": 0.01}, 1e-3),
+        ({"top_k": 70}, 3.0),
+        ({"top_k": 70, "top_p": 0.95, "min_p": 1e-4}, 3.0),
+        ({"top_k": 100, "top_p": 0.5}, 0.0),
+    ],
+)
+def test_more_candidates_than_a_program_holds(params, scale, passes):
+    """Rows whose logits are many, all equal, or near zero, where floats are dense."""
+    logits = (np.random.default_rng(6).normal(0.0, 1.0, (3, 160)) * scale).astype(np.float32)
+    logits[1] = logits[1].round(1)
+    logits[2, ::3] = -np.inf
+    host, device = draw_both(logits, make_rows(3, **params), 32)
+    assert device == host
+    assert bool(passes["_measure"]) == bool(scale), "where all are equal there is nothing to divide"
+
+
+def test_logits_of_every_size():
+    """Random bits are floats of every exponent; some are masked."""
+    random = np.random.default_rng(8)
+    logits = random.integers(0, 1 << 32, (12, 120), dtype=np.uint32).view(np.float32)
+    logits[~np.isfinite(logits)] = -np.inf
+    logits[::2] /= np.float32(1e36)
+    temperatures = [1e-310, 1e-20, 1.0, 30.0, 1e20, 1e300]
+    kinds = [{"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.3}, {}]
+    rows = [make_rows(1, temperature=temperatures[row % 6], **kinds[row % 4])[0] for row in range(12)]
+    host, device = draw_both(logits, rows, 64)
+    assert device == host

@@ -11,13 +11,16 @@ from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.sampler import (
     NO_TOKEN,
+    WHOLE,
     Purpose,
     allowed_set,
     first_past,
     largest,
     nucleus,
     philox,
+    rates,
     uniform,
+    weigh,
 )
 
 
@@ -129,11 +132,42 @@ def test_minus_infinity_is_a_value_like_others():
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999999])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_nucleus_is_the_shortest_head_with_the_mass(size, top_p, spread):
-    weights = np.exp(np.random.default_rng(size).standard_normal(size).round(2) * spread)
-    order = np.argsort(-weights, kind="stable")
+    logits = (np.random.default_rng(size).standard_normal(size).round(2) * spread).astype(np.float32)
+    weights = weigh(logits, rates(np.ones(1))[0])
+    order = np.argsort(-logits, kind="stable")
     mass = np.cumsum(weights[order])
-    count = min(int(np.searchsorted(mass, top_p * weights.sum())) + 1, size)
-    assert nucleus(weights, top_p).tolist() == np.sort(order[:count]).tolist()
+    count = min(int(np.searchsorted(mass, np.ceil(top_p * weights.sum()))) + 1, size)
+    assert nucleus(logits, weights, top_p).tolist() == np.sort(order[:count]).tolist()
+
+
+def test_weights_are_those_of_an_exponential_and_grow_with_the_logit():
+    """Over every place within a power of two, and at the ends: a step of 2^-20, and a float32 next to it."""
+    places = np.arange(1 << 20, dtype=np.float64) / (1 << 20)
+    for whole in (0, 1, 39):
+        logits = np.append(0.0, -(whole + places) * np.log(2)).astype(np.float32)
+        weights = weigh(logits, rates(np.ones(1))[0])
+        assert (np.diff(weights) <= 0).all()
+        exact = np.exp(logits.astype(np.float64)) * WHOLE
+        np.testing.assert_allclose(weights, exact, rtol=2e-6 * (1 + whole), atol=2)
+    ends = np.array([3.0, 3.0, -np.inf, -3e38, 3.0 - 29.0, 2.9999998], dtype=np.float32)
+    assert weigh(ends, rates(np.ones(1))[0]).tolist() == [WHOLE, WHOLE, 0, 0, 0, WHOLE]
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1e-38, 1.0, 1e38, 1e300])
+def test_a_weight_is_a_number_at_every_temperature(temperature):
+    logits = np.array([1.0, 0.5, -np.inf, -3e38], dtype=np.float32)
+    weights = weigh(logits, rates(np.array([temperature]))[0])
+    assert weights[0] == WHOLE
+    assert weights[2] == 0
+    assert (weights[1] > 0) == (temperature >= 1.0)
+
+
+def test_sums_of_weights_are_exact_at_the_largest_vocabulary():
+    """A draw just below the end, of weights that are all the largest."""
+    weights = np.full(1 << 22, WHOLE)
+    assert int(weights.sum()) == 1 << 62
+    assert first_past(weights, 1.0 - 2.0**-53) == len(weights) - 1
+    assert first_past(weights, 0.5) == len(weights) // 2
 
 
 @settings(max_examples=200, deadline=None)
@@ -150,7 +184,7 @@ def test_filters_together_keep_what_the_reference_keeps(logits, temperature, top
     token_ids, weights = allowed_set(row, params)
     kept = np.zeros(len(row))
     kept[slice(None) if token_ids is None else token_ids] = weights / weights.sum()
-    np.testing.assert_allclose(kept, reference.probabilities(row, params), rtol=1e-12, atol=1e-300)
+    np.testing.assert_allclose(kept, reference.probabilities(row, params), rtol=2e-5, atol=2.0**-40)
 
 
 @pytest.mark.parametrize(

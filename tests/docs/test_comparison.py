@@ -171,7 +171,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "CPUs.": parallel_on_cpus,
     "Tokenloom's GPU path has Triton kernels and graphs of decode steps, and has run on one GPU by a check alone "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
-    "Tokenloom's models read text, images and sounds, and those of Qwen's families the frames of videos.": (
+    "Tokenloom's models read text, images and sounds, and those of eight families the frames of videos.": (
         images_sounds_and_frames
     ),
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,

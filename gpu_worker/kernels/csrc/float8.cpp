@@ -250,12 +250,7 @@ void multiply_panel(const Task& t, int64_t first, int64_t num_rows, int64_t pane
     add(k, codes, tables, sums);
     codes.bytes = codes.end();
   }
-  for (int64_t output = panel * PANEL; output < std::min(t.outputs, (panel + 1) * PANEL); output += LANES) {
-    const int64_t left = t.outputs - output;
-    const Vec bias = t.bias ? load(t.bias + output, left) : Vec{};
-    for (int64_t r = 0; r < num_rows; ++r)
-      store(t.out + (first + r) * t.outputs + output, load(sums + r * PANEL + output % PANEL) + bias, left);
-  }
+  finish_panel(sums, t.bias, t.out + first * t.outputs, num_rows, panel, t.outputs);
 }
 
 // The rows as the products read them.

@@ -34,7 +34,7 @@ void run(const Product& p, int threads) {
         round_group<KIND>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least, g * rows + row, x);
       }
     });
-    for_ranges(panels, 1, threads,
+    for_ranges(panels, TOGETHER, threads,
                [&](int64_t begin, int64_t end) { multiply<KIND, OFFSETS, T>(p, x.from(0), first, rows, begin, end); });
   }
 }

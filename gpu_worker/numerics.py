@@ -10,6 +10,10 @@ from .kernels.library import load_int8, load_quantized
 from .parallel.sharding import RankPlace
 from .platform.platform import Platform
 
+_SUMS = "sums2"
+"""How kernels of batch-invariant engines compute a token's sums: another name when a change of theirs changes bits.
+The second: exponentials of many rows by other polynomials."""
+
 
 def input_rounding() -> str:
     """Return ``by-row`` where the matrix unit (AMX) computes int8 layers, ``by-group`` where the kernel of
@@ -35,7 +39,7 @@ def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: 
     rounding = input_rounding() if kind == "cpu" and (scheme or quantization) else None
     # Batch-invariant engines promise every bit, and processors with wider registers add in another order.
     levels = available_levels() if kind == "cpu" and backend == TOKENWISE else []
-    rest = (library, place.numerics, levels[0].name if levels else None)
+    rest = (library, place.numerics, f"{levels[0].name}-{_SUMS}" if levels else None)
     layers = (config.dtype_name, scheme, quantization, backend, rounding, config.rope_stretch)
     parts = (kind, platform.hardware, *layers, _states(config), f"torch-{torch.__version__}", *rest)
     return "/".join(part for part in parts if part)

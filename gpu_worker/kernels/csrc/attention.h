@@ -1,6 +1,7 @@
 // What the kinds of attention have in common. Build with -DHEAD_SIZE=n, a multiple of 16, with -DSOFTCAP=1 for models
 // that limit their scores, and with -DKV_INT8=1 for keys and values as in kv_int8.h: others run code without it.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "kv_int8.h"
@@ -82,6 +83,22 @@ inline Int8Rows int8_rows(const Args& a, const void* cache, const int32_t* table
 inline void prefetch(const void* row, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, 2);
 }
+
+// Which part of the next step's keys and values a tile of rows fetches while it computes: `part` of `parts`, of those
+// before position `end`.
+struct NextStep {
+  int part, parts, end;
+
+  // Of the keys and values from `position` on, of which all parts together fetch `count`.
+  template <class T>
+  void fetch(const Args& a, const int32_t* table, int head, int position, int count) const {
+    for (int t = position + count * part / parts; t < std::min(position + count * (part + 1) / parts, end); ++t) {
+      const T* keys = kv_row<T>(a, a.key, table, head, t);
+      prefetch(keys, D * sizeof(T));
+      prefetch((const T*)a.value + (keys - (const T*)a.key), D * sizeof(T));
+    }
+  }
+};
 
 // A scaled score s becomes softcap * tanh(s / softcap), before any position is hidden.
 inline Vec limited(const Args& a, Vec score) {

@@ -29,23 +29,50 @@ inline void multiply(const void* left0, const void* left1, int64_t left_stride, 
   }
 }
 
-// Work of one thread on V * 16 rows.
+// V * 16 rows, one of several such tiles that a thread computes side by side.
 template <int V>
 class AmxTile {
+  static constexpr int R = V * LANES, STEP = 2 * LANES;  // STEP: positions that one multiplication takes
+  static_assert(V % 2 == 0, "registers are used two by two");
+
  public:
+  static constexpr int ROWS = R, POSITIONS = PAIR_TILE;  // of a step
+
+  // What tiles share, one after the other.
+  struct Shared {
+    const AmxRegisters registers{{16, 16, 16, 16, 16, 16, 16, 16}};
+    PairScores<V> scores;
+    alignas(64) int32_t shares[R][PAIR_TILE / PAIR];            // pairs of positions: the softmax's weights
+    alignas(64) uint16_t values[PAIR_TILE / PAIR][D][PAIR];     // of a step, for all tiles
+
+    void read(const Args& a, const int32_t* table, int head, int start, int end) {
+      const int count = std::min(PAIR_TILE, end - start);
+      for (int t = 0; t < count; t += PAIR) {
+        const BF16* row = kv_row<BF16>(a, a.value, table, head, start + t);
+        for (int i = 0; i < D; i += STEP) {
+          const __m512i even = _mm512_loadu_si512(row + i);
+          const __m512i odd = t + 1 < count ? _mm512_loadu_si512(row + D + i) : _mm512_setzero_si512();
+          _mm512_store_si512(values[t / PAIR][i], interleave(even, odd, 0));
+          _mm512_store_si512(values[t / PAIR][i + LANES], interleave(even, odd, 1));
+        }
+      }
+      for (int t = (count + 1) / PAIR; t < (count + STEP - 1) / STEP * LANES; ++t) memset(values[t], 0, sizeof values[t]);
+    }
+  };
+
   AmxTile(const Args& args, const Row<BF16>* first, int num_rows) : a(args), lanes(args, first, num_rows) {
     memset(output, 0, sizeof output);
   }
 
-  void run(const int32_t* table, int head, int begin, int end) {
-    const AmxRegisters registers({16, 16, 16, 16, 16, 16, 16, 16});
-    for (int start = begin; start < end; start += PAIR_TILE) {
-      const int count = std::min(PAIR_TILE, end - start);
-      score(table, head, start, count);
-      gather_values(table, head, start, count);
-      weigh(start, end, count);
-      add_values(count);
-    }
+  // As PairTile's.
+  void step(Shared& shared, const int32_t* table, int head, int start, int end, const NextStep&) {
+    const int count = std::min(PAIR_TILE, end - start);
+    score(shared, table, head, start, count);
+    weigh(shared, start, end, count);
+    add_values(shared, count);
+  }
+
+  void write() const {
     for (int r = 0; r < lanes.num_rows; ++r) {
       Vec row[VECS];
       for (int i = 0; i < VECS; ++i) row[i] = load(&output[r][i * LANES]);
@@ -54,15 +81,11 @@ class AmxTile {
   }
 
  private:
-  static constexpr int R = V * LANES, STEP = 2 * LANES;  // STEP: positions that one multiplication takes
-  static_assert(V % 2 == 0, "registers are used two by two");
   const Args& a;
   PairRows<V> lanes;
-  alignas(64) int32_t shares[R][PAIR_TILE / PAIR];  // pairs of positions: the softmax's weights
-  alignas(64) uint16_t values[PAIR_TILE / PAIR][D][PAIR];
   alignas(64) float output[R][D];
 
-  void score(const int32_t* table, int head, int start, int count) {
+  void score(Shared& shared, const int32_t* table, int head, int start, int count) {
     for (int t = 0; t < count; t += STEP) {
       const BF16* first = kv_row<BF16>(a, a.key, table, head, start + t);
       // Behind the end there may be no block: what is computed in its place is not seen.
@@ -71,41 +94,28 @@ class AmxTile {
         zero();
         multiply(first, second, D * sizeof(BF16), &lanes.query[0][r], &lanes.query[0][r + LANES], sizeof lanes.query[0],
                  D / 32);
-        store_registers(&lanes.scores[t][r], sizeof lanes.scores[0]);
+        store_registers(&shared.scores.of[t][r], sizeof shared.scores.of[0]);
       }
     }
-  }
-
-  void gather_values(const int32_t* table, int head, int start, int count) {
-    for (int t = 0; t < count; t += PAIR) {
-      const BF16* row = kv_row<BF16>(a, a.value, table, head, start + t);
-      for (int i = 0; i < D; i += STEP) {
-        const __m512i even = _mm512_loadu_si512(row + i);
-        const __m512i odd = t + 1 < count ? _mm512_loadu_si512(row + D + i) : _mm512_setzero_si512();
-        _mm512_store_si512(values[t / PAIR][i], interleave(even, odd, 0));
-        _mm512_store_si512(values[t / PAIR][i + LANES], interleave(even, odd, 1));
-      }
-    }
-    for (int t = (count + 1) / PAIR; t < (count + STEP - 1) / STEP * LANES; ++t) memset(values[t], 0, sizeof values[t]);
   }
 
   // Scores become the softmax's weights; what was summed so far shrinks as the largest score grows.
-  void weigh(int start, int end, int count) {
+  void weigh(Shared& shared, int start, int end, int count) {
     const int padded = (count + STEP - 1) / STEP * STEP;
     for (int i = 0; i < V; ++i) {
-      const Vec now = lanes.settle(i, start, end, padded);
-      shrink(i, now);
+      const Vec now = lanes.settle(shared.scores, i, start, end, padded), least = now * -LOG2_E;
+      if (lanes.grows(i, now)) shrink(i, now);
       Vec total = {};
       for (int t = 0; t < padded; t += STEP) {
         VecInt pairs[LANES];
         for (int p = 0; p < LANES; ++p) {
-          const Vec low = weight_of(lanes.scaled(t + 2 * p, i) - now);
-          const Vec high = weight_of(lanes.scaled(t + 2 * p + 1, i) - now);
+          const Vec low = lanes.weight(shared.scores, t + 2 * p, i, least);
+          const Vec high = lanes.weight(shared.scores, t + 2 * p + 1, i, least);
           total += low + high;
           pairs[p] = pairs_of(low, high);
         }
         transpose(pairs);
-        for (int r = 0; r < LANES; ++r) memcpy(&shares[i * LANES + r][t / PAIR], &pairs[r], sizeof(VecInt));
+        for (int r = 0; r < LANES; ++r) memcpy(&shared.shares[i * LANES + r][t / PAIR], &pairs[r], sizeof(VecInt));
       }
       lanes.weights[i] += total;
     }
@@ -120,14 +130,14 @@ class AmxTile {
     }
   }
 
-  void add_values(int count) {
+  void add_values(Shared& shared, int count) {
     finish_stores();
     const int depth = (count + STEP - 1) / STEP;
     for (int r = 0; r < R; r += STEP)
       for (int d = 0; d < D; d += STEP) {
         load_registers(&output[r][d], sizeof output[0]);
-        multiply(shares[r], shares[r + LANES], sizeof shares[0], values[0][d], values[0][d + LANES], sizeof values[0],
-                 depth);
+        multiply(shared.shares[r], shared.shares[r + LANES], sizeof shared.shares[0], shared.values[0][d],
+                 shared.values[0][d + LANES], sizeof shared.values[0], depth);
         store_registers(&output[r][d], sizeof output[0]);
       }
   }

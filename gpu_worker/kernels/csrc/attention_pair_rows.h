@@ -12,17 +12,25 @@ namespace {
 
 constexpr int MAX_PAIR_ROWS = 64, PAIR_TILE = 128;  // rows, and positions between two looks at the largest score
 
-// Up to V * 16 rows, and their scores of PAIR_TILE positions.
+constexpr float LOG2_E = 1.44269504f;
+
+// Scores of V * 16 rows over PAIR_TILE positions.
+template <int V>
+struct PairScores {
+  alignas(64) float of[PAIR_TILE][V * LANES];
+};
+
+// Up to V * 16 rows, which see nothing from position `end` on.
 template <int V>
 struct PairRows {
   static constexpr int R = V * LANES;
+  typedef PairScores<V> Scores;
   const Args& a;
   const Row<BF16>* rows;
   const int num_rows;
   VecInt first[V], last[V];
   Vec top[V], weights[V] = {};
   alignas(64) uint32_t query[D / PAIR][R];  // pairs of elements
-  alignas(64) float scores[PAIR_TILE][R];
 
   PairRows(const Args& args, const Row<BF16>* rows_, int num_rows_) : a(args), rows(rows_), num_rows(num_rows_) {
     for (int i = 0; i < V; ++i) top[i] = splat(LOWEST);
@@ -41,18 +49,30 @@ struct PairRows {
       }
   }
 
-  // Limits the scores of 16 rows over `count` positions, hides what they do not see, and returns the largest so far.
-  Vec settle(int i, int start, int end, int count) {
+  // Limits the scores of 16 rows over `count` positions, an even number, hides what they do not see, and returns the
+  // largest so far.
+  Vec settle(Scores& scores, int i, int start, int end, int count) const {
     if constexpr (LIMITS_SCORES)
-      for (int t = 0; t < count; ++t) store(&scores[t][i * LANES], limited(a, load(&scores[t][i * LANES]) * a.scale));
-    if (!all_seen(i, start, end, count)) hide(i, start, end, count);
-    Vec now = top[i];
-    for (int t = 0; t < count; ++t) now = maximum(now, scaled(t, i));
-    return now;
+      for (int t = 0; t < count; ++t) store(&scores.of[t][i * LANES], limited(a, load(&scores.of[t][i * LANES]) * a.scale));
+    if (!all_seen(i, start, end, count)) hide(scores, i, start, end, count);
+    Vec even = load(&scores.of[0][i * LANES]), odd = even;  // two chains: one would wait for each comparison
+    for (int t = 0; t < count; t += 2) {
+      even = maximum(even, load(&scores.of[t][i * LANES]));
+      odd = maximum(odd, load(&scores.of[t + 1][i * LANES]));
+    }
+    return maximum(top[i], maximum(even, odd) * factor());
   }
 
-  // A settled score.
-  Vec scaled(int t, int i) const { return load(&scores[t][i * LANES]) * (LIMITS_SCORES ? 1.f : a.scale); }
+  // By which settled scores are multiplied.
+  float factor() const { return LIMITS_SCORES ? 1.f : a.scale; }
+
+  // The softmax's weights of a settled score where `now` is the largest, and `least` is -now * LOG2_E.
+  Vec weight(const Scores& scores, int t, int i, Vec least) const {
+    return power_of_two(load(&scores.of[t][i * LANES]) * (factor() * LOG2_E) + least);
+  }
+
+  // Whether any of these is larger than what was the largest score, or no number.
+  bool grows(int i, Vec now) const { return _mm512_cmp_ps_mask(now, top[i], _CMP_NLE_UQ); }
 
   // Makes `now` the largest score. Returns the factor by which what was summed before shrinks.
   Vec raise(int i, Vec now) {
@@ -78,14 +98,13 @@ struct PairRows {
     return true;
   }
 
-  void hide(int i, int start, int end, int count) {
-    const Vec hidden = splat(LIMITS_SCORES ? LOWEST : LOWEST / a.scale);  // which scaled() scales
+  void hide(Scores& scores, int i, int start, int end, int count) const {
     for (int t = 0; t < count; ++t) {
       const int position = start + t;
       VecInt seen = last[i] >= position;
       if (a.window) seen &= first[i] <= position;
       if (position >= end) seen = VecInt{};
-      store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : hidden);
+      store(&scores.of[t][i * LANES], seen ? load(&scores.of[t][i * LANES]) : splat(-INFINITY));  // whose weight is 0
     }
   }
 };

@@ -10,31 +10,53 @@
 #ifdef ATTEND_IN_PAIRS
 namespace {
 
-// Work of one thread on up to V * 16 rows.
+// Up to V * 16 rows, one of several such tiles that a thread computes side by side.
 template <int V>
 class PairTile {
+  static constexpr int R = V * LANES;
+
  public:
+  static constexpr int ROWS = R, POSITIONS = PAIR_TILE;  // of a step
+
+  // What tiles share, one after the other.
+  struct Shared {
+    PairScores<V> scores;
+    alignas(64) uint32_t shares[PAIR_TILE / PAIR][R];            // pairs of positions: the softmax's weights
+    alignas(64) uint32_t values[VECS][PAIR_TILE / PAIR][LANES];  // likewise: of a step, for all tiles
+
+    void read(const Args& a, const int32_t* table, int head, int start, int end) {
+      const int count = std::min(PAIR_TILE, end - start);
+      for (int t = 0; t < count; t += PAIR) {
+        const BF16* row = kv_row<BF16>(a, a.value, table, head, start + t);
+        for (int i = 0; i < VECS; i += 2) {
+          const __m512i even = _mm512_loadu_si512(row + i * LANES);
+          const __m512i odd = t + 1 < count ? _mm512_loadu_si512(row + D + i * LANES) : _mm512_setzero_si512();
+          _mm512_store_si512(values[i][t / PAIR], interleave(even, odd, 0));
+          _mm512_store_si512(values[i + 1][t / PAIR], interleave(even, odd, 1));
+        }
+      }
+    }
+  };
+
   PairTile(const Args& args, const Row<BF16>* first, int num_rows) : a(args), lanes(args, first, num_rows) {}
 
-  void run(const int32_t* table, int head, int begin, int end) {
-    for (int start = begin; start < end; start += PAIR_TILE) {
-      const int count = std::min(PAIR_TILE, end - start), pairs = (count + 1) / PAIR;
-      score(table, head, start, end);
-      gather_values(table, head, start, count);
-      weigh(start, end, pairs);
-      for (int d = 0; d < D; d += AT_ONCE)
-        multiply<false>(&output[d], shares, pairs, &values[d / LANES][0][d % LANES], 1, LANES);
-    }
-    write();
+  // Adds the positions of a step, which begins before `end`: the rows see nothing from there on.
+  void step(Shared& shared, const int32_t* table, int head, int start, int end, const NextStep& next) {
+    const int count = std::min(PAIR_TILE, end - start), pairs = (count + 1) / PAIR;
+    score(shared, table, head, start, count, next);
+    weigh(shared, start, end, pairs);
+    for (int d = 0; d < D; d += AT_ONCE)
+      multiply<false>(&output[d], shared.shares, pairs, &shared.values[d / LANES][0][d % LANES], 1, LANES);
+  }
+
+  void write() const {
+    turn_columns(output, lanes.num_rows, [&](int r, const Vec* row) { lanes.write(r, row); });
   }
 
  private:
-  static constexpr int R = V * LANES;
   static constexpr int AT_ONCE = 16 / V;  // keys, or elements of values, whose sums registers hold
   const Args& a;
   PairRows<V> lanes;
-  alignas(64) uint32_t shares[PAIR_TILE / PAIR][R];            // pairs of positions: the softmax's weights
-  alignas(64) uint32_t values[VECS][PAIR_TILE / PAIR][LANES];  // likewise
   alignas(64) float output[D][R] = {};
 
   // Adds the products of `depth` pairs of all rows with those of AT_ONCE keys or elements to `sums`, or to zero if they
@@ -60,41 +82,26 @@ class PairTile {
       for (int i = 0; i < V; ++i) store(&sums[u][i * LANES], sum[u][i]);
   }
 
-  // Fetches the values meanwhile, and the next stretch's keys.
-  void score(const int32_t* table, int head, int start, int end) {
-    for (int t = start; t < std::min(start + PAIR_TILE, end); t += AT_ONCE) {
-      const BF16* keys = kv_row<BF16>(a, a.key, table, head, t);
+  void score(Shared& shared, const int32_t* table, int head, int start, int count, const NextStep& next) {
+    for (int t = 0; t < count; t += AT_ONCE) {
       // Without fetching, attention over 8,192 positions had 57 % of these products' rate, with it 73 %.
-      prefetch((const BF16*)a.value + (keys - (const BF16*)a.key), AT_ONCE * D * sizeof(BF16));
-      if (t + PAIR_TILE < end) prefetch(kv_row<BF16>(a, a.key, table, head, t + PAIR_TILE), AT_ONCE * D * sizeof(BF16));
-      multiply<true>(&lanes.scores[t - start], lanes.query, D / PAIR, (const uint32_t*)keys, D / PAIR, 1);
-    }
-  }
-
-  void gather_values(const int32_t* table, int head, int start, int count) {
-    for (int t = 0; t < count; t += PAIR) {
-      const BF16* row = kv_row<BF16>(a, a.value, table, head, start + t);
-      for (int i = 0; i < VECS; i += 2) {
-        const __m512i even = _mm512_loadu_si512(row + i * LANES);
-        const __m512i odd = t + 1 < count ? _mm512_loadu_si512(row + D + i * LANES) : _mm512_setzero_si512();
-        _mm512_store_si512(values[i][t / PAIR], interleave(even, odd, 0));
-        _mm512_store_si512(values[i + 1][t / PAIR], interleave(even, odd, 1));
-      }
+      next.fetch<BF16>(a, table, head, start + PAIR_TILE + t, AT_ONCE);
+      const BF16* keys = kv_row<BF16>(a, a.key, table, head, start + t);
+      multiply<true>(&shared.scores.of[t], lanes.query, D / PAIR, (const uint32_t*)keys, D / PAIR, 1);
     }
   }
 
   // Scores become the softmax's weights; what was summed so far shrinks as the largest score grows.
-  void weigh(int start, int end, int pairs) {
+  void weigh(Shared& shared, int start, int end, int pairs) {
     for (int i = 0; i < V; ++i) {
-      const Vec now = lanes.settle(i, start, end, pairs * PAIR);
-      shrink(i, now);
+      const Vec now = lanes.settle(shared.scores, i, start, end, pairs * PAIR), least = now * -LOG2_E;
+      if (lanes.grows(i, now)) shrink(i, now);
       Vec total = {};
       for (int p = 0; p < pairs; ++p) {
-        const Vec low = weight_of(lanes.scaled(PAIR * p, i) - now);
-        const Vec high = weight_of(lanes.scaled(PAIR * p + 1, i) - now);
-        total += low + high;
-        const VecInt words = pairs_of(low, high);
-        memcpy(&shares[p][i * LANES], &words, sizeof words);
+        const Vec low = lanes.weight(shared.scores, PAIR * p, i, least);
+        const VecInt words = pairs_of(low, lanes.weight(shared.scores, PAIR * p + 1, i, least));
+        memcpy(&shared.shares[p][i * LANES], &words, sizeof words);
+        total = add_dot(total, (VecBits)words, ONES);  // what the values are multiplied with, as it was rounded
       }
       lanes.weights[i] += total;
     }
@@ -103,10 +110,6 @@ class PairTile {
   void shrink(int i, Vec now) {
     const Vec factor = lanes.raise(i, now);
     for (int d = 0; d < D; ++d) store(&output[d][i * LANES], load(&output[d][i * LANES]) * factor);
-  }
-
-  void write() const {
-    turn_columns(output, lanes.num_rows, [&](int r, const Vec* row) { lanes.write(r, row); });
   }
 };
 

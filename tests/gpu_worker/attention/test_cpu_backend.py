@@ -147,6 +147,33 @@ def test_a_shared_prefix_in_bfloat16(num_heads):
     compare("decodes that share a prefix", shape(2, torch.bfloat16, num_heads), None, rtol=2e-2, atol=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype", "rule"),
+    pairs(
+        [(4, 2, 64, torch.bfloat16), (6, 2, 32, torch.bfloat16), (4, 4, 32, torch.float32), (14, 2, 64, torch.float32)],
+        [None, torch.int8],
+        ["plain", "images", "both"],
+    ),
+)
+def test_tiles_of_a_prompt_have_the_same_bits_side_by_side(heads, kv_dtype, rule):
+    """One thread gets up to four of them in a piece, each of 64 threads a single one."""
+    num_heads, num_kv_heads, head_size, dtype = heads
+    config = shape(num_kv_heads, dtype, num_heads, head_size, kv_dtype)
+    step = with_images(make_step([700, 1, 333, 97], [1003, 20, 333, 500], num_heads, config))
+    plain = ScoreRule(head_size**-0.5, None)
+    chosen = {"plain": plain, "images": sees_images(plain), **rules(num_heads, None)}[rule]
+    backend = CPUBackend(config, BLOCK_SIZE, CPU)
+    torch.set_num_threads(64)
+    alone, _ = run_rule(backend, step, chosen)
+    torch.set_num_threads(1)
+    beside, _ = run_rule(backend, step, chosen)
+    assert torch.equal(alone[:700], beside[:700])
+    assert torch.equal(alone[701:], beside[701:])
+    expected, _ = run_rule(ReferenceBackend(config, BLOCK_SIZE, CPU), step, chosen)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+    torch.testing.assert_close(beside, expected, **tolerance)
+
+
 @pytest.mark.parametrize("rule", ["softcap", "sinks", "both"])
 @pytest.mark.parametrize("num_heads", [4, 6, 32])
 @pytest.mark.parametrize("batch", BENT)

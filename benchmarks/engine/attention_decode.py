@@ -6,6 +6,11 @@ compares a KV cache of 8 bits with one of the model's dtype, in turns, by the CP
 line for each number of requests. MODEL is a directory with a ``config.json``. With ``--whole-step`` MODEL is a
 checkpoint, and whole decode steps are compared, with ``--threads`` above one by the time that passes.
 
+    python -m tokenloom.bench.engine.attention_decode MODEL --context 32768 --chunk 512
+
+measures the attention of the last 512 tokens of a prompt instead, as a share of the rate at which the model's MLP
+multiplies as many rows, measured before and after. ``--level`` limits the processor's instructions.
+
     python -m tokenloom.bench.engine.attention_decode --latent-heads 16 128 --threads 2
 
 measures attention over compressed vectors of DeepSeek's sizes in bfloat16 instead, for these numbers of heads, and
@@ -36,11 +41,13 @@ from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.latent_backend import LatentCPUBackend, LatentProjection
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.model_config import LatentSwitches, ModelConfig
+from tokenloom.gpu_worker.kernels.levels import LEVELS, limit_level
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 from .bandwidth import read_bandwidth
+from .prefill_step import Products
 
 _BLOCK = 16
 _WARM = 3
@@ -105,8 +112,8 @@ def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) ->
     return min(taken) * 1e6
 
 
-def decode_call(config: ModelConfig, requests: int, context: int) -> Callable[[], torch.Tensor]:
-    """Return what attends with one token of each request, over random keys and values of one layer."""
+def decode_call(config: ModelConfig, requests: int, context: int, tokens: int = 1) -> Callable[[], torch.Tensor]:
+    """Return what attends with the last ``tokens`` of each request, over random keys and values of one layer."""
     config = replace(config, num_layers=1)
     backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
     width = -(-context // _BLOCK)
@@ -117,9 +124,39 @@ def decode_call(config: ModelConfig, requests: int, context: int) -> Callable[[]
     starts, lengths = np.arange(requests + 1), np.full(requests, width * _BLOCK)
     rows = torch.randn(2, len(positions), config.num_kv_heads, config.head_size).to(config.dtype)
     backend.plan(starts * width * _BLOCK, lengths, tables, positions).write_kv(rows[0], rows[1], cache)
-    query = torch.randn(requests, config.num_heads, config.head_size).to(config.dtype)
-    plan = backend.plan(starts, np.full(requests, context), tables, tables[:, -1] * _BLOCK)
+    query = torch.randn(requests * tokens, config.num_heads, config.head_size).to(config.dtype)
+    slots = np.repeat(tables[:, -1] * _BLOCK, tokens)  # nothing is written
+    plan = backend.plan(starts * tokens, np.full(requests, context), tables, slots)
     return partial(plan.attend, query, cache, ScoreRule(config.head_size**-0.5))
+
+
+@torch.inference_mode()
+def measure_chunk(config: ModelConfig, requests: int, context: int, tokens: int, pairs: int) -> dict[str, Any]:
+    """Return the milliseconds of a call for the last ``tokens`` of each request, and its share of the rate at which
+    products of as many rows are computed."""
+    threads, attend = torch.get_num_threads(), decode_call(config, requests, context, tokens)
+    products, clock = Products(config, tokens), time.process_time if threads == 1 else time.perf_counter
+    rates, taken = [products.rate(clock=clock)], list[float]()
+    for _ in range(pairs + 1):  # the first one warms up
+        started = clock()
+        attend()
+        taken.append(clock() - started)
+    rates.append(products.rate(clock=clock))
+    seen = requests * sum(range(context - tokens + 1, context + 1))
+    flops, rate = 4 * seen * config.num_heads * config.head_size, statistics.mean(rates)
+    median, least = statistics.median(taken[1:]), min(taken[1:])
+    return {
+        "requests": requests,
+        "context": context,
+        "tokens": tokens,
+        "threads": threads,
+        "median_ms": round(median * 1e3, 3),
+        "least_ms": round(least * 1e3, 3),
+        "attention_gflop_s": round(flops / median / 1e9, 1),
+        "product_gflop_s": round(rate / 1e9, 1),
+        "share": round(flops / median / rate, 3),
+        "share_of_least": round(flops / least / rate, 3),
+    }
 
 
 LATENT = LatentSwitches(rank=512, rope_size=64, key_size=128, value_size=128, query_rank=None, is_interleaved=True)
@@ -296,9 +333,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=31, help="calls with each dtype")
     parser.add_argument("--dtype", default="auto", help="of the model")
     parser.add_argument("--whole-step", action="store_true", help="compare whole decode steps")
+    parser.add_argument("--chunk", type=int, default=0, help="measure so many last tokens of each request instead")
+    parser.add_argument("--level", choices=[level.name for level in LEVELS], help="of the processor")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.level:
+        limit_level(arguments.level)
     if arguments.latent_heads:
         for heads, requests in itertools.product(arguments.latent_heads, arguments.requests):
             print(json.dumps(measure_latent(heads, requests, arguments.context, arguments.pairs)))
@@ -306,13 +347,20 @@ def main() -> None:
     if arguments.model is None:
         parser.error("name a MODEL, or give --latent-heads")
     compare: Callable[[int, int, int], dict[str, Any]]
-    if arguments.whole_step:
+    if arguments.chunk:
+        config = load_model_config(arguments.model, arguments.dtype)
+        compare = partial(_chunk_row, config, arguments.chunk)
+    elif arguments.whole_step:
         ops = make_ops("auto", torch.device("cpu"))
         compare = partial(compare_steps, load_model(arguments.model, arguments.dtype, ops=ops))
     else:
         compare = partial(compare_kv_dtypes, load_model_config(arguments.model, arguments.dtype))
     for requests in arguments.requests:
         print(json.dumps(compare(requests, arguments.context, arguments.pairs)))
+
+
+def _chunk_row(config: ModelConfig, tokens: int, requests: int, context: int, pairs: int) -> dict[str, Any]:
+    return measure_chunk(config, requests, context, tokens, pairs)
 
 
 class _Theirs:

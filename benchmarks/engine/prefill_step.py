@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,15 +81,15 @@ class Products:
         self._x, self._y = torch.randn(rows, hidden).to(dtype), torch.randn(rows, inner).to(dtype)
         self._flops = 6 * rows * hidden * inner
 
-    def rate(self, seconds: float = _PROBE_SECONDS) -> float:
-        """Return floating-point operations a second."""
+    def rate(self, seconds: float = _PROBE_SECONDS, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Return floating-point operations a second of ``clock``."""
         with torch.inference_mode():
             self._up(self._x), self._down(self._y)
-            count, started = 0, time.perf_counter()
-            while not count or time.perf_counter() - started < seconds:
+            count, started = 0, clock()
+            while not count or clock() - started < seconds:
                 self._up(self._x), self._down(self._y)
                 count += 1
-            return self._flops * count / (time.perf_counter() - started)
+            return self._flops * count / (clock() - started)
 
 
 def _row(core: EngineCore, options: PrefillOptions, config: ModelConfig, length: int) -> dict[str, Any]:

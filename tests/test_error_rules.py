@@ -11,9 +11,9 @@ from pathlib import Path
 SERVICES = Path(__file__).parents[1] / "services"
 
 KEPT = {
-    "coordinator/lease/lease.py:acquire": "asks the system for a lock; LeaseApi turns every error into ApiError",
-    "coordinator/lease/lease.py:keep": "a lease that is not renewed is lost, and the coordinator ends",
-    "coordinator/lease/lease.py:_try": "LeaseApi turns every error of a request into ApiError",
+    "coordinator/lease.py:acquire": "asks the system for a lock; LeaseApi turns every error into ApiError",
+    "coordinator/lease.py:keep": "a lease that is not renewed is lost, and the coordinator ends",
+    "coordinator/lease.py:_try": "LeaseApi turns every error of a request into ApiError",
     "encoder/row_maker.py:start": "the service starts, or ends with the error",
     "encoder/sound_files.py:read": "its caller is the edge of one Put",
     "engine/control/data_parallel.py:start_wave": "sends one number to the core, which may be dead or refuse it",

@@ -40,16 +40,16 @@ from tokenloom.v1.coordinator_pb2 import (
 )
 from tokenloom.v1.types_pb2 import EngineRole
 
-from .caches.cache_followers import CacheFollowers
+from .cache_followers import CacheFollowers
 from .engines.data_parallel_groups import Commands, DataParallelGroups
 from .engines.encoders import ENCODE
 from .engines.engine_record import check_identity, check_report
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, ReportPace, to_duration
 from .engines.rebalancing import Rebalancer, counts_of
-from .feed.snapshot_feed import SnapshotFeed
 from .picks.pick_slices import PickMetrics, PickSlices
 from .picks.placed import Placed
+from .snapshot_feed import SnapshotFeed
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from tokenloom.services.runtime.tasks import first_of
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
-from .caches.cache_followers import CacheFollowers
+from .cache_followers import CacheFollowers
 from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
 from .engines.engine_placement import Policy
@@ -29,7 +29,7 @@ from .engines.engine_registry import Registry
 from .engines.engine_signs import DAMAGED, WRONG
 from .engines.rebalancing import Rebalancer
 from .engines.wanted_state import Predecessor
-from .lease.lease import FileLease, KubernetesLease, LeaderLease, LeaseApi
+from .lease import FileLease, KubernetesLease, LeaderLease, LeaseApi
 from .picks.pick_slices import PickMetrics
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.parallel_config import EplbConfig
 from tokenloom.model_files.model_path import PACKAGED
 from tokenloom.request import adapter_names as adapter_name
 from tokenloom.request import output_constraints, sampling_params, validation
-from tokenloom.services.coordinator.lease import lease
+from tokenloom.services.coordinator import lease
 from tokenloom.services.gateway.batches import batch_run, batch_store
 from tokenloom.services.gateway.formats import tool_request
 from tokenloom.services.gateway.generation import admission, charge, running_pooling

@@ -10,7 +10,7 @@ import pytest
 from tests.k8s.cluster import KUSTOMIZATIONS, WHOLE, Object, Workload, build, of_kind, selects, workloads
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.engines.defaults import PREFIX_INDEX_MIB
-from tokenloom.services.coordinator.lease.lease import SERVICE_ACCOUNT
+from tokenloom.services.coordinator.lease import SERVICE_ACCOUNT
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings

@@ -15,7 +15,7 @@ from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
 from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.wanted_state import WantedState
-from tokenloom.services.coordinator.lease.lease import KubernetesLease
+from tokenloom.services.coordinator.lease import KubernetesLease
 from tokenloom.services.engine.core import row_loads
 from tokenloom.services.engine.kv import kv_loads
 from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict

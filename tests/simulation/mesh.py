@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.config import StructuredOutputConfig
 from tokenloom.model_files.checkpoint import tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
-from tokenloom.services.coordinator.lease.lease import KubernetesLease
+from tokenloom.services.coordinator.lease import KubernetesLease
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.engine.records.engine_settings import EngineSettings

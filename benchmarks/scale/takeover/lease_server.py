@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tokenloom.services.coordinator.lease.lease import CONFLICT, NOT_FOUND, ApiError, LeaseApi, Object
+from tokenloom.services.coordinator.lease import CONFLICT, NOT_FOUND, ApiError, LeaseApi, Object
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 from tokenloom.supervisor.certificates import make_certificates
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
-from tokenloom.services.coordinator.lease.lease import KubernetesLease
+from tokenloom.services.coordinator.lease import KubernetesLease
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.runtime.host.service import main
 

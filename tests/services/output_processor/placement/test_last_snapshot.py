@@ -6,7 +6,7 @@ from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.coordinator.feed.snapshot_feed import SnapshotFeed
+from tokenloom.services.coordinator.snapshot_feed import SnapshotFeed
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.subset import ReplicaPosition

@@ -14,8 +14,8 @@ import pytest
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, KVEventLog
 from tokenloom.request.prefix_schedule import specimen_hash
-from tokenloom.services.coordinator.caches import cache_followers
-from tokenloom.services.coordinator.caches.cache_followers import CacheFollowers, EngineCache
+from tokenloom.services.coordinator import cache_followers
+from tokenloom.services.coordinator.cache_followers import CacheFollowers, EngineCache
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.engine.records.kv_event_feed import KVEventFeed

@@ -18,7 +18,7 @@ from tokenloom.v1.coordinator_pb2 import (
     WatchRequest,
 )
 
-from ..engines.engine_registry import Registry
+from .engines.engine_registry import Registry
 
 MAX_ROWS_PER_SECOND = 1750
 """Loads, of some 55 bytes, that a watcher is sent at most: of more than 175 engines they are published less often than

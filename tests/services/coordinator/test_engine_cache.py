@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tokenloom.request.prefix_schedule import specimen_hash
-from tokenloom.services.coordinator.caches.cache_followers import SLICE_BLOCKS, EngineCache
+from tokenloom.services.coordinator.cache_followers import SLICE_BLOCKS, EngineCache
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 from tokenloom.services.coordinator.prefixes.state_boundaries import StateBoundaries
 from tokenloom.v1.coordinator_pb2 import EngineIdentity

@@ -9,7 +9,7 @@ import pytest
 from tests.simulation.virtual_loop import Process, VirtualLoop
 from tokenloom.bench.scale.takeover.lease_server import LeaseServer
 from tokenloom.request.errors import FailedPrecondition
-from tokenloom.services.coordinator.lease.lease import LEASE_SECONDS, POLL_SECONDS, KubernetesLease
+from tokenloom.services.coordinator.lease import LEASE_SECONDS, POLL_SECONDS, KubernetesLease
 
 NAME = "coordinator"
 

@@ -15,7 +15,7 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.coordinator.feed.snapshot_feed import MAX_KEPT, MAX_ROWS_PER_SECOND, SLICE_ENGINES, SnapshotFeed
+from tokenloom.services.coordinator.snapshot_feed import MAX_KEPT, MAX_ROWS_PER_SECOND, SLICE_ENGINES, SnapshotFeed
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState, Snapshot, WatchRequest
 from tokenloom.v1.types_pb2 import Adapter, EngineRole

@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.loop_clock import settle
-from tokenloom.services.coordinator.feed.snapshot_feed import ChangeLog
+from tokenloom.services.coordinator.snapshot_feed import ChangeLog
 
 NUM_WATCHERS = 100
 

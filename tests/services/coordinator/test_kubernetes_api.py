@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.bench.scale.takeover.lease_server import TOKEN, LeaseServer, local_api, make_account, serving
-from tokenloom.services.coordinator.lease.lease import (
+from tokenloom.services.coordinator.lease import (
     CONFLICT,
     NOT_FOUND,
     ApiError,

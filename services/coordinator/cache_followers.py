@@ -16,10 +16,10 @@ from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import WatchKVEventsRequest, WatchKVEventsResponse
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
-from ..engines.engine_record import EngineRecord
-from ..engines.engine_stream import to_duration
-from ..prefixes.prefix_index import PrefixIndex
-from ..prefixes.state_boundaries import StateBoundaries
+from .engines.engine_record import EngineRecord
+from .engines.engine_stream import to_duration
+from .prefixes.prefix_index import PrefixIndex
+from .prefixes.state_boundaries import StateBoundaries
 
 log = logging.getLogger(__name__)
 

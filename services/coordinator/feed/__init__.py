@@ -1,1 +1,0 @@
-"""Makes what the watchers of the registry are sent."""

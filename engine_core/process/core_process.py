@@ -27,7 +27,8 @@ from ..data.errors import ExecutorFailedError, GroupLostError, PeerLostError, We
 from ..data.handshake import CoreFailed, CoreHello, CoreInit
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.group_address import Meeting
-from ..data_parallel.group_link import GroupLink, join_group, listening_workers, open_meeting
+from ..data_parallel.group_hub import open_meeting
+from ..data_parallel.group_link import GroupLink, join_group, listening_workers
 from ..data_parallel.wave_loop import WaveLoop, WaveState
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tokenloom.engine_core.client.async_core_client import AsyncSocket
-from tokenloom.engine_core.data_parallel.group_link import GroupHub
+from tokenloom.engine_core.data_parallel.group_hub import GroupHub
 from tokenloom.engine_core.scheduling.media_rows import RowStore
 from tokenloom.engine_core.wire.frames import Frame
 from tokenloom.request.errors import FailedPrecondition

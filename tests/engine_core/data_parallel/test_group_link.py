@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.engine_core.data_parallel import group_link as hub
+from tokenloom.engine_core.data_parallel import group_hub as hub
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
-from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink
+from tokenloom.engine_core.data_parallel.group_hub import GroupHub
+from tokenloom.engine_core.data_parallel.group_link import GroupLink
 from tokenloom.engine_core.data_parallel.messages import (
     Frames,
     GroupHello,

@@ -7,7 +7,8 @@ import pytest
 
 from tests.engine_core.data_parallel.cores import free_port
 from tokenloom.engine_core.data_parallel.group_address import connect, read_secret
-from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink
+from tokenloom.engine_core.data_parallel.group_hub import GroupHub
+from tokenloom.engine_core.data_parallel.group_link import GroupLink
 from tokenloom.engine_core.data_parallel.messages import (
     Challenge,
     Frames,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.engine_core.data_parallel.group_link import Letters, Rounds
+from tokenloom.engine_core.data_parallel.group_hub import Letters, Rounds
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,

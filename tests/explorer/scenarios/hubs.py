@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from tests.explorer.thread_calls import SteppedLock, pause_thread, wait_in_thread
 from tests.explorer.world import World
-from tokenloom.engine_core.data_parallel import group_link as module
-from tokenloom.engine_core.data_parallel.group_link import GroupHub
+from tokenloom.engine_core.data_parallel import group_hub as module
+from tokenloom.engine_core.data_parallel.group_hub import GroupHub
 from tokenloom.engine_core.data_parallel.messages import (
     GroupHello,
     Newcomers,

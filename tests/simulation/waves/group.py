@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenloom.engine_core.data_parallel.group_link import Letters, Rounds
+from tokenloom.engine_core.data_parallel.group_hub import Letters, Rounds
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,

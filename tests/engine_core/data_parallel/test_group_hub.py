@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from tokenloom.engine_core.data.config import ParallelConfig
-from tokenloom.engine_core.data_parallel import group_link as hub
+from tokenloom.engine_core.data_parallel import group_hub as hub
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
-from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink, open_meeting
+from tokenloom.engine_core.data_parallel.group_hub import GroupHub, open_meeting
+from tokenloom.engine_core.data_parallel.group_link import GroupLink
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from tokenloom.process.plugins import MAX_ARGUMENT_BYTES
+from tokenloom.process.argument_schemas import MAX_ARGUMENT_BYTES
 from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument

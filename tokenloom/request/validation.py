@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec import inspect
 
-from tokenloom.process.plugins import MAX_ARGUMENT_BYTES, problem_of
+from tokenloom.process.argument_schemas import MAX_ARGUMENT_BYTES, problem_of
 from tokenloom.v1 import output_processor_pb2, types_pb2
 from tokenloom.v1.types_pb2 import ModelLimits as Limits
 from tokenloom.v1.types_pb2 import SamplingParams as Params

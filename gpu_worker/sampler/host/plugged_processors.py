@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.process.plugins import check_apart, check_schema, load_all, own_arguments
+from tokenloom.process.argument_schemas import check_apart, check_schema, own_arguments
+from tokenloom.process.plugins import load_all
 
 from ...device.device_link import to_device
 from .logits_processors import RowEdit

@@ -331,6 +331,16 @@ def longest_context(entries: Mapping[str, Any], default: int, wanted: int | None
     return length
 
 
+def check_context(wanted: int | None, length: int) -> None:
+    """Raise ``ValueError`` unless a model whose context has ``length`` tokens can serve ``wanted``, an engine's option;
+    None: it is not given."""
+    if wanted is not None and not 2 <= wanted <= length:
+        raise ValueError(
+            f"max_model_len {wanted}: the model's context has {length} tokens: give at most that and at least 2 (one "
+            "token of prompt, one of output), or leave out the option"
+        )
+
+
 _ORIGINAL = "original_max_position_embeddings"
 
 

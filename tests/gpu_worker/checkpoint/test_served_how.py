@@ -21,9 +21,10 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.gpu_worker.checkpoint import served_how as module
+from tokenloom.gpu_worker.checkpoint import module_types as module
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
-from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how, transformers_types
+from tokenloom.gpu_worker.checkpoint.module_types import transformers_types
+from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
 
 SIZES = {
     "vocab_size": 32,

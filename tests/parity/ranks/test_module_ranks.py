@@ -219,7 +219,7 @@ def test_the_engine_itself_refuses_what_the_table_does_not_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_random("llama", tmp_path)
-    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.served_how.transformers_types", lambda: None)
+    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.module_types.transformers_types", lambda: None)
     with pytest.raises(
         ValueError, match=r"has 2 heads in model\.layers\.0\.self_attn\.k_proj, which .* does not divide"
     ):

@@ -36,7 +36,7 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.text_part import WRAPPERS, wrapper_of
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
-from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
+from tokenloom.gpu_worker.checkpoint.module_types import TYPES_FILE, UNTRIED
 from tokenloom.gpu_worker.models.transformers.declared import max_model_len
 from tokenloom.gpu_worker.models.transformers.division import divide_stages, plan_lack
 from tokenloom.gpu_worker.models.transformers.paged_attention import UnservableModel

@@ -11,7 +11,7 @@ from tests.soak.models.models_page import read_all, try_kinds
 from tests.soak.models.preflight_fuzz import FIRST_OF_MORE, compare
 from tests.soak.models.refusals import every_class, refusal, write_config
 from tests.soak.models.transformers_models import KINDS
-from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE
+from tokenloom.gpu_worker.checkpoint.module_types import TYPES_FILE
 
 PARTS = 8
 """Of the types; to try one takes seconds."""

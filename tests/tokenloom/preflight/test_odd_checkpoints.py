@@ -116,7 +116,7 @@ def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monke
 def test_a_model_that_is_untried_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = good(tmp_path / "model")
     (path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["PhiForCausalLM"], "model_type": "phi"}))
-    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.served_how.transformers_types", lambda: None)
+    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.module_types.transformers_types", lambda: None)
     monkeypatch.setattr(serving, "run_mesh", lambda *_: MeshOutcome(interrupted=True, clean=True))
     result = CliRunner().invoke(app, ["serve", str(path), "--port", "0"])
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ import pytest
 from tests.soak.models.models_page import reason_of
 from tests.soak.models.preflight_fuzz import compare
 from tests.soak.models.transformers_models import KINDS, try_kind
-from tokenloom.gpu_worker.checkpoint.served_how import transformers_types
+from tokenloom.gpu_worker.checkpoint.module_types import transformers_types
 
 IDENTICAL = ["phi", "phimoe", "gemma", "olmo2", "mixtral", "cohere2", "starcoder2", "glm4", "granite", "lfm2", "bamba"]
 SEEDS = range(8)

@@ -30,7 +30,7 @@ MADE_AT_RUN_TIME = {
     "tokenloom/request/errors.py": r"(?<!\w)max_tokens(?!\w)",
     "services/engine/core/vllm_server.py": r'[{,]block_size="(\d{1,12})"',
     "services/gateway/formats/call_parser.py": "(⟨id⟩|⟨index⟩)",
-    "services/gateway/formats/call_tags.py": "(⟨id⟩|⟨index⟩)",
+    "services/gateway/formats/strict_calls.py": "(⟨id⟩|⟨index⟩)",
     "services/gateway/generation/delivered.py": r"\s*(?:[^\s\u2e80-\uffff]+(?=\s)|[^\s\u2e80-\uffff]*[\u2e80-\uffff])",
     "services/gateway/records/request_ids.py": r"(?:[a-z]+[-_])*([0-9a-f]{40}(?:-[0-9]+)?)(?:_[0-9a-f]{8})?",
     "tokenloom/request/request_records.py": r"requests-0123456789(?:-\d+)?",

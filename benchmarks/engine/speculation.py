@@ -29,7 +29,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.model_runner import ModelRunner
-from tokenloom.gpu_worker.speculation.ngram import NgramProposer
+from tokenloom.gpu_worker.speculation.lookup_proposers import NgramProposer
 
 _PROMPT_TOKENS = 128
 _SPAN = 13

@@ -36,11 +36,10 @@ from ..sampler.device.device_sampler import DeviceSampler
 from .drafter import Drafter, DraftModel, make_recorded_drafter
 from .eagle import Eagle3Head, EagleHead, EmbedsTokens, KeepsStates, MtpHead, load_greedy_head, mtp_config
 from .greedy_drafts import load_greedy_drafts
+from .lookup_proposers import NgramProposer, SuffixProposer
 from .model_proposer import ModelProposer
-from .ngram import NgramProposer
 from .rejection import RejectionSampler
 from .speculation import Proposer
-from .suffix import SuffixProposer
 
 _CPU = torch.device("cpu")
 GetModel = Callable[[], LanguageModel]

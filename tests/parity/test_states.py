@@ -11,7 +11,7 @@ from tests.gpu_worker.speculation.mtp_checkpoint import OWN_HEADS, add_head
 from tests.parity.engine import Engine
 from tests.parity.state_checkpoints import SERVED, make_model, write_model
 from tokenloom.engine_core.data.config import SpeculativeConfig
-from tokenloom.gpu_worker.speculation.ngram import NgramProposer
+from tokenloom.gpu_worker.speculation.lookup_proposers import NgramProposer
 
 _LENGTHS = (5, 16, 64, 130, 200, 257, 1, 97)
 

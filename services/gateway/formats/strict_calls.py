@@ -1,7 +1,12 @@
-"""Constrains calls: those that a client forces, and the arguments of strict tools that the model may call."""
+"""Constrains calls: those that a client forces, and the arguments of strict tools that the model may call.
+
+Where the model's format of calls is known, the grammar is a structural tag of the texts and schemas of which a call
+consists in that format.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +18,12 @@ from tokenloom.request.output_constraints import (
     relax,
     structural_tag_constraint,
 )
-from tokenloom.request.tool_format import REQUIRED, ToolFormat
+from tokenloom.request.schema_pattern import whole_pattern
+from tokenloom.request.tool_format import ID, INDEX, KIND, REQUIRED, ToolFormat
 from tokenloom.v1 import types_pb2
 
-from .call_tags import call_tag, forced_format, num_formats, section_tag
 from .message_parts import CallArguments, CallBegin, ToolPart
+from .pairs import ValueKind, texts_of, value_kind
 from .tool_request import Tool, ToolChoice, ToolRequest
 
 
@@ -141,3 +147,192 @@ def strict_constraint(request: ToolRequest, form: ToolFormat) -> types_pb2.Struc
 
 def _is_strict(tool: Tool) -> bool:
     return tool.definition["function"].get("strict") is True
+
+
+Tag = dict[str, Any]
+_MAX_FIRSTS = 6
+"""Arguments of which any may be the first one written, where none must be there; those behind them follow others."""
+_PLACES = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]{1,4}"}
+_ANY_KEY, _ANY_KEYWORD = "[A-Za-z0-9_.-]{1,64}", "[A-Za-z_][A-Za-z0-9_]{0,63}="
+_MAX_LENGTH = 1_000_000
+"""Longer limits of a text bind no output."""
+_ANY_TEXT: Tag = {"type": "any_text"}
+_ANY_VALUE: Tag = {"type": "json_schema", "json_schema": {}}
+_PLACE = re.compile(f"({ID}|{INDEX})")
+
+
+def section_tag(form: ToolFormat, tags: Sequence[Tag], *, parallel: bool) -> Tag:
+    """Return the tag of a section that holds calls."""
+    calls: Tag = {"type": "tags_with_separator", "tags": list(tags), "separator": form.separator, "at_least_one": True}
+    if not parallel:
+        calls["stop_after_first"] = True
+    return {"type": "tag", "begin": form.section[0], "content": calls, "end": form.section[1]}
+
+
+def forced_format(form: ToolFormat, tags: Sequence[Tag], *, parallel: bool) -> Tag:
+    """Return the format of an output that consists of calls."""
+    calls = section_tag(form, tags, parallel=parallel)
+    calls["begin"] = calls["begin"].lstrip()
+    return calls if calls["begin"] or calls["end"] else dict(calls["content"])
+
+
+def num_formats(value: Any) -> int:
+    """Return how many formats a tag consists of."""
+    if isinstance(value, list):
+        return sum(map(num_formats, value))
+    if not isinstance(value, dict):
+        return 0
+    return 1 + sum(num_formats(part) for name, part in value.items() if name != "json_schema")
+
+
+def call_tag(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> Tag:
+    """Return the tag of a call of one tool, whose arguments follow a schema, an object's."""
+    begin, *places = _PLACE.split(f"{form.call[0]}{form.before_name}{name}{form.after_name}")
+    content = [_place(text) for text in places if text]
+    match form.syntax:
+        case "pairs":
+            content += _pairs(form, schema)
+        case "python":
+            content += _keywords(schema)
+        case _:
+            content.append({"type": "json_schema", "json_schema": schema})
+    *places, end = _PLACE.split(f"{form.after_arguments}{form.call[1]}")
+    content += [_place(text) for text in places if text]
+    if not content:
+        content, end = [_place(end)], ""
+    return {"type": "tag", "begin": begin, "content": _sequence(content), "end": end}
+
+
+def _place(text: str) -> Tag:
+    if text in _PLACES:
+        return {"type": "regex", "pattern": _PLACES[text]}
+    return {"type": "const_string", "value": text}
+
+
+def _pairs(form: ToolFormat, schema: Mapping[str, Any]) -> list[Tag]:
+    """Return the arguments one after the other, in the order of the schema; those that may be left out are optional."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or not properties:
+        return [] if schema.get("additionalProperties") is False else [_any_pairs(form)]
+    required = set(schema.get("required") or ())
+    pairs = []
+    for key, value in properties.items():
+        pair = _pair(form, schema, key, value)
+        pairs.append(pair if key in required else {"type": "optional", "content": pair})
+    return pairs
+
+
+def _pair(form: ToolFormat, schema: Mapping[str, Any], key: str, value: Any) -> Tag:
+    kind = value_kind(schema, key)
+    if kind not in (ValueKind.TEXT, ValueKind.TEXT_OR_NULL):
+        return _written(form, key, _bound(schema, value), is_text=False)
+    closing = form.pair[2].strip()
+    ways = [_words(found, closing) for found in texts_of(schema, key)]
+    words = _ANY_TEXT if _ANY_TEXT in ways or not ways else _either(ways)
+    text = _written(form, key, words, is_text=True)
+    if kind is ValueKind.TEXT:
+        return text
+    return _either([text, _written(form, key, _place("null"), is_text=False)])
+
+
+def _written(form: ToolFormat, key: str, value: Tag, *, is_text: bool) -> Tag:
+    between = form.pair[1].replace(KIND, form.kinds[not is_text])
+    return {"type": "tag", "begin": f"{form.pair[0]}{key}{between}", "content": value, "end": form.pair[2]}
+
+
+def _words(found: Mapping[str, Any], closing: str) -> Tag:
+    """Return the texts that a schema allows. ``closing``: ends them."""
+    values = [found["const"]] if "const" in found else found.get("enum")
+    values = values if isinstance(values, list) else []
+    choices = [_place(value) for value in values if isinstance(value, str) and value]
+    if not choices:
+        if not (patterns := [*_patterns(found)]):
+            return _ANY_TEXT
+        # Besides a pattern, "also" and "excludes" are our own: xgrammar, which does not have them, binds the first one.
+        return {"type": "regex", "pattern": patterns[0], "also": patterns[1:], "excludes": [closing]}
+    return {"type": "optional", "content": _either(choices)} if "" in values else _either(choices)
+
+
+def _patterns(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield expressions that the texts of a schema match."""
+    if isinstance(pattern := found.get("pattern"), str):
+        yield whole_pattern(pattern)
+    least, most = (found.get(name) for name in ("minLength", "maxLength"))
+    if _is_count(least) or _is_count(most):
+        yield f"(?s:.){{{least if _is_count(least) else 0},{most if _is_count(most) else ''}}}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LENGTH
+
+
+def _any_pairs(form: ToolFormat) -> Tag:
+    """Return arguments of which the schema says nothing."""
+    ways = [_sequence([_place(form.pair[1].replace(KIND, form.kinds[0])), _ANY_TEXT])]
+    if form.kinds[0] != form.kinds[1]:
+        ways.append(_sequence([_place(form.pair[1].replace(KIND, form.kinds[1])), _ANY_VALUE]))
+    pair = _sequence([{"type": "regex", "pattern": _ANY_KEY}, _either(ways)])
+    tag = {"type": "tag", "begin": form.pair[0], "content": pair, "end": form.pair[2]}
+    return {"type": "star", "content": tag}
+
+
+def _keywords(schema: Mapping[str, Any]) -> list[Tag]:
+    """Return the arguments of a call of Python: first those that must be there, so that each other one has a comma."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or not properties:
+        return [] if schema.get("additionalProperties") is False else [_any_keywords()]
+    required = [key for key in properties if key in set(schema.get("required") or ())]
+    optional = [key for key in properties if key not in required]
+    if not required:
+        return [{"type": "optional", "content": _from_first(schema, optional)}]
+    return [*_listed(schema, required), *_more(schema, optional)]
+
+
+def _any_keywords() -> Tag:
+    """Return arguments of which the schema says nothing."""
+    words = [_place(word) for word in ("True", "False", "None")]
+    keyword = _sequence([{"type": "regex", "pattern": _ANY_KEYWORD}, _either([*words, _ANY_VALUE])])
+    more = {"type": "star", "content": _sequence([_place(", "), keyword])}
+    return {"type": "optional", "content": _sequence([keyword, more])}
+
+
+def _from_first(schema: Mapping[str, Any], keys: Sequence[str]) -> Tag:
+    """Return some of the arguments in their order: with each of the first ones as the one without a comma."""
+    firsts = range(min(len(keys), _MAX_FIRSTS))
+    ways = [_sequence([*_listed(schema, [keys[at]]), *_more(schema, keys[at + 1 :])]) for at in firsts]
+    return _either(ways)
+
+
+def _listed(schema: Mapping[str, Any], keys: Sequence[str]) -> list[Tag]:
+    found: list[Tag] = []
+    for key in keys:
+        found += [_place(f"{', ' if found else ''}{key}="), _literal(schema, key)]
+    return found
+
+
+def _more(schema: Mapping[str, Any], keys: Sequence[str]) -> list[Tag]:
+    pairs = [_sequence([_place(f", {key}="), _literal(schema, key)]) for key in keys]
+    return [{"type": "optional", "content": pair} for pair in pairs]
+
+
+def _literal(schema: Mapping[str, Any], key: str) -> Tag:
+    value = schema["properties"][key]
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "boolean":
+        return {"type": "or", "elements": [_place("True"), _place("False")]}
+    return _place("None") if kind == "null" else _bound(schema, value)
+
+
+def _sequence(elements: list[Tag]) -> Tag:
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
+
+
+def _either(ways: list[Tag]) -> Tag:
+    return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
+
+
+def _bound(schema: Mapping[str, Any], value: Any) -> Tag:
+    bound = dict(value) if isinstance(value, Mapping) else {}
+    if "$defs" in schema:
+        bound["$defs"] = schema["$defs"]
+    return {"type": "json_schema", "json_schema": bound}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
-from tokenloom.gpu_worker.speculation.ngram import NgramProposer, SuffixIndex
+from tokenloom.gpu_worker.speculation.lookup_proposers import NgramProposer, SuffixIndex
 
 
 def search(tokens, shortest, longest, count):

@@ -12,7 +12,7 @@ from tests.parity.engine import Engine
 from tokenloom.engine_core.data.config import SpeculativeConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
-from tokenloom.gpu_worker.speculation.suffix import PastAnswers, TokenIndex
+from tokenloom.gpu_worker.speculation.lookup_proposers import PastAnswers, TokenIndex
 
 
 def config(**entries: Any) -> SpeculativeConfig:

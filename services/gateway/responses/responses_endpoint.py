@@ -1,15 +1,11 @@
-"""Runs ``/v1/responses``, in the foreground as any API that generates, or in the background, and keeps the conversation
-objects that responses belong to."""
+"""Runs ``/v1/responses``, in the foreground as any API that generates, or in the background."""
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 from urllib.parse import parse_qs
-from uuid import uuid4
 
 import msgspec
 
@@ -20,17 +16,15 @@ from tokenloom.v1.output_processor_pb2 import RecallResponse
 from ..encoding import sse
 from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import REPEAT_SECONDS, GenerationEndpoint, ReadRequest, shaped_again
-from ..files.page_query import PageQuery
 from ..generation.delivered import TextPieces
 from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
 from ..http.http_exchange import HttpExchange
-from ..http.request_body import decode_object
 from ..mesh.process_stream import UNKNOWN_MARK
 from ..openai.body_reader import AnswerOptions
 from ..records.request_ids import ResumeToken, fingerprint, is_request_id
 from ..tenants.tenant import Tenant
-from .input_items import items_of, read_input
+from .conversations import id_of, respond
 from .mcp_rounds import McpGenerator
 from .output_items import Events
 from .response_answer import McpRun, Recipe, ResponseAnswer, ResponseRequest, head_of, response_of
@@ -75,14 +69,14 @@ class ResponsesEndpoint:
         if stored.log is not None:
             await _follow(exchange, stored.log, 0)
         else:
-            await _respond(exchange, stored.response)
+            await respond(exchange, stored.response)
 
     async def retrieve(self, exchange: HttpExchange) -> None:
         """Answer with a stored response, or with its events after the one that the client names."""
         first = _first_event(exchange.query)
         stored = await self._found(exchange, takes_over=first is not None)
         if first is None:
-            await _respond(exchange, stored.response)
+            await respond(exchange, stored.response)
             return
         if stored.log is None:
             raise errors.InvalidArgument("the response was not begun with background and stream", "stream")
@@ -95,7 +89,7 @@ class ResponsesEndpoint:
         self.store.delete(response_id, exchange.tenant.name)
         if stored.withdraw is not None:  # an output processor may keep it after its end
             stored.withdraw()
-        await _respond(exchange, {"id": response_id, "object": "response", "deleted": True})
+        await respond(exchange, {"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """End the generation of a response in the background; do nothing if it has ended."""
@@ -108,7 +102,7 @@ class ResponsesEndpoint:
             if stored.log is not None:
                 stored.log.end()
             stored = self._stored(exchange)
-        await _respond(exchange, stored.response)
+        await respond(exchange, stored.response)
 
     def _rounds(self, run: McpRun, held: list[ReadRequest]) -> McpGenerator:
         """Return what opens a response of several rounds. ``held``: what was read of its request."""
@@ -116,7 +110,7 @@ class ResponsesEndpoint:
         return McpGenerator(self.generator, run, read, self.endpoint.parser)
 
     def _stored(self, exchange: HttpExchange) -> StoredResponse:
-        name = _id_of(exchange)
+        name = id_of(exchange)
         if name.startswith(CONVERSATION):
             raise errors.NotFound(f"{name[:64]!r} is the id of a conversation")
         return self.store.get(name, exchange.tenant.name)
@@ -173,7 +167,7 @@ class ResponsesEndpoint:
             return self._stored(exchange)
         except errors.NotFound as error:
             unknown = error
-        name, tenant = _id_of(exchange), exchange.tenant
+        name, tenant = id_of(exchange), exchange.tenant
         request_id = _request_id_of(name)
         if request_id is None or not self.store.is_on or self.store.was_deleted(name, tenant.name):
             raise unknown
@@ -377,112 +371,6 @@ def _first_event(query: bytes) -> int | None:
     return int(after) + 1
 
 
-MAX_ITEMS = 20
-"""Items that one call adds to a conversation, as in OpenAI's API."""
-MAX_BODY_BYTES = 1 << 20
-"""Limits these items."""
-_MAX_PAGE = 100
-_INCLUDE = ("include", "include[]")
-"""Asks for what only tools that run at OpenAI have; as it is and as OpenAI's clients write lists."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversations:
-    """Keeps conversation objects: their items grow with each response that names them."""
-
-    store: ResponseStore
-
-    async def create(self, exchange: HttpExchange) -> None:
-        """Begin a conversation. Raises ``InvalidArgument`` if the gateway keeps none."""
-        if not self.store.is_on:
-            raise errors.InvalidArgument("this gateway keeps no conversations (--max-stored-response-bytes is 0)")
-        body = await self._body(exchange, "items", "metadata")
-        now = int(time.time())
-        head = {"id": f"{CONVERSATION}{uuid4().hex}", "object": "conversation", "created_at": now}
-        conversation = head | {"metadata": _metadata(body) or {}}
-        items = [] if body.get("items") in (None, []) else _items(body)
-        self.store.put(StoredResponse(exchange.tenant.name, conversation, items))
-        await _respond(exchange, conversation)
-
-    async def retrieve(self, exchange: HttpExchange) -> None:
-        """Answer with a conversation, without its items."""
-        await _respond(exchange, self._stored(exchange).response)
-
-    async def update(self, exchange: HttpExchange) -> None:
-        """Give a conversation other metadata."""
-        metadata = _metadata(await self._body(exchange, "metadata")) or {}
-        stored = self._stored(exchange)
-        conversation = stored.response | {"metadata": metadata}
-        self.store.put(replace(stored, response=conversation))
-        await _respond(exchange, conversation)
-
-    async def delete(self, exchange: HttpExchange) -> None:
-        """Forget a conversation and its items."""
-        name = self._stored(exchange).response["id"]
-        self.store.delete(name, exchange.tenant.name)
-        await _respond(exchange, {"id": name, "object": "conversation.deleted", "deleted": True})
-
-    async def items(self, exchange: HttpExchange) -> None:
-        """Answer with the items of a conversation."""
-        names = ("after", "limit", "order", *_INCLUDE)
-        query = PageQuery.read(exchange.query, most=_MAX_PAGE, default=20, names=names)
-        await _respond(exchange, query.page(list(self._stored(exchange).turns)))
-
-    async def add(self, exchange: HttpExchange) -> None:
-        """Add items to a conversation."""
-        items = _items(await self._body(exchange, "items"))
-        name = self._stored(exchange).response["id"]
-        self.store.append(name, exchange.tenant.name, items)
-        page = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
-        await _respond(exchange, {"object": "list", "data": items, **page})
-
-    async def item(self, exchange: HttpExchange) -> None:
-        """Answer with an item of a conversation. Raises ``NotFound``."""
-        turns = self._stored(exchange).turns
-        await _respond(exchange, turns[_place_of_item(exchange, turns)])
-
-    async def delete_item(self, exchange: HttpExchange) -> None:
-        """Leave an item out of a conversation from now on; answer with the conversation. Raises ``NotFound``."""
-        stored = self._stored(exchange)
-        at = _place_of_item(exchange, stored.turns)
-        self.store.put(replace(stored, turns=[*stored.turns[:at], *stored.turns[at + 1 :]]))
-        await _respond(exchange, stored.response)
-
-    def _stored(self, exchange: HttpExchange) -> StoredResponse:
-        name = _id_of(exchange)
-        if not name.startswith(CONVERSATION):
-            raise errors.NotFound(f"{name[:64]!r} is not the id of a conversation")
-        return self.store.get(name, exchange.tenant.name)
-
-    async def _body(self, exchange: HttpExchange, *fields: str) -> dict[str, Any]:
-        """Return the body, which may have these fields."""
-        with await exchange.read_body(MAX_BODY_BYTES) as received:
-            body = decode_object(received.data) if received.data else {}
-        if unknown := body.keys() - {*fields}:
-            name = str(min(unknown))[:64]
-            raise errors.InvalidArgument(f"{name}: unknown field", name)
-        return body
-
-
-def _items(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the items of a body, which a response could have as its input."""
-    items = body.get("items")
-    if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
-        raise errors.InvalidArgument(f"items must be a list of 1 to {MAX_ITEMS} items", "items")
-    try:
-        read_input(items)
-    except errors.InvalidArgument as error:
-        raise error.renamed({"input": "items"}) from None
-    return items_of(items)
-
-
-def _metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    metadata = body.get("metadata")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise errors.InvalidArgument("metadata must be an object", "metadata")
-    return metadata
-
-
 def _failure(error: errors.TokenloomError, names: Mapping[str, str]) -> dict[str, str]:
     """Return the error of a response in OpenAI's words: a limit and a wrong request are no faults of the server.
 
@@ -498,20 +386,3 @@ def _failure(error: errors.TokenloomError, names: Mapping[str, str]) -> dict[str
     elif 400 <= error.http_status < 500:
         code = "invalid_prompt"
     return {"code": code, "message": error.message}
-
-
-def _id_of(exchange: HttpExchange) -> str:
-    return exchange.path.split("/")[3]
-
-
-def _place_of_item(exchange: HttpExchange, items: Sequence[Mapping[str, Any]]) -> int:
-    """Return which item of a conversation a path names."""
-    name = exchange.path.split("/")[5]
-    place = next((at for at, item in enumerate(items) if item["id"] == name), None)
-    if place is None:
-        raise errors.NotFound(f"the conversation has no item {name[:64]!r}")
-    return place
-
-
-async def _respond(exchange: HttpExchange, answer: dict[str, Any]) -> None:
-    await exchange.respond(200, encode_json(answer))

@@ -48,10 +48,11 @@ from ..pooling.pooling_api import PoolingApi, PoolingEndpoint
 from ..pooling.scores import RerankApi, ScoreApi
 from ..pooling.vectors import ClassifyApi, EmbeddingsApi, PoolApi
 from ..records.volatile_lines import OF_MESSAGES, VolatileLine
+from ..responses.conversations import Conversations
 from ..responses.mcp_servers import McpServers
 from ..responses.response_store import ResponseStore
 from ..responses.responses import CompactApi, ResponsesApi
-from ..responses.responses_endpoint import Conversations, ResponsesEndpoint
+from ..responses.responses_endpoint import ResponsesEndpoint
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..settings.gateway_settings import GatewaySettings

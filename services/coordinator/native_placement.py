@@ -10,9 +10,9 @@ import numpy as np
 
 from tokenloom.gpu_worker.kernels.compiler import build
 from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES
-from tokenloom.services.runtime.placement import candidates, pairing, rules
-from tokenloom.services.runtime.placement.candidates import Candidates, Speeds
+from tokenloom.services.runtime.placement import pairing, pool, rules
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
+from tokenloom.services.runtime.placement.pool import Candidates, Speeds
 from tokenloom.services.runtime.placement.rules import Ask, Rule
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -164,7 +164,7 @@ class _Leg(Structure):
 _WEIGHTS: Final = (
     *(rules.WAITING_WEIGHT, rules.HOME_SHARE, rules.EXCESS, rules.EXCESS_STEPS, rules.SESSION_TOKENS),
     *(rules.MAX_SESSION_WEIGHT, rules.MAX_PRESSURE, rules.TIE, rules.BROUGHT_BACK, rules.RECOMPUTED),
-    *(candidates.BATCH_STEPS, candidates.UNKNOWN_STEP_SECONDS, candidates.UNKNOWN_RATE),
+    *(pool.BATCH_STEPS, pool.UNKNOWN_STEP_SECONDS, pool.UNKNOWN_RATE),
 )
 
 

@@ -9,9 +9,8 @@ import numpy as np
 from tokenloom.v1.types_pb2 import EngineRole
 
 from . import prefix_homes
-from .candidates import Candidates
 from .engine_columns import EngineColumns, Rows
-from .pool import Pool
+from .pool import Candidates, Pool
 from .rules import Ask, Rule
 
 

@@ -9,9 +9,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from .candidates import Candidates
 from .engine_columns import EngineColumns, FloatColumn, Rows
-from .pool import Pool
+from .pool import Candidates, Pool
 from .rules import WAITING_WEIGHT, Ask, Rule
 
 NUM_HOMES = 2

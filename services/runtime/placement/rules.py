@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from tokenloom.v1.types_pb2 import EngineRole
 
-from .candidates import Candidates
 from .engine_columns import EngineColumns, FloatColumn, IntColumn
+from .pool import Candidates
 
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""

@@ -29,8 +29,8 @@ from tokenloom.services.coordinator.prefixes.hash_table import words_of
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 from tokenloom.services.coordinator.service import place_natively
 from tokenloom.services.runtime.placement import pairing
-from tokenloom.services.runtime.placement.candidates import Candidates
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
+from tokenloom.services.runtime.placement.pool import Candidates
 from tokenloom.services.runtime.placement.rules import Ask, Home, Rule, cost, score
 from tokenloom.v1.coordinator_pb2 import EngineRef, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId

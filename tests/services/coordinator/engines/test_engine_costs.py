@@ -8,7 +8,7 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD
 from tokenloom.services.coordinator.engines.engine_placement import Policy
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.runtime.placement.candidates import BATCH_STEPS
+from tokenloom.services.runtime.placement.pool import BATCH_STEPS
 from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineState, PlacementRule
 from tokenloom.v1.types_pb2 import EngineRole

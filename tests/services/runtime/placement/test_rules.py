@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tokenloom.services.runtime.placement.candidates import BATCH_STEPS, Candidates
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.pairing import best
+from tokenloom.services.runtime.placement.pool import BATCH_STEPS, Candidates
 from tokenloom.services.runtime.placement.rules import (
     BROUGHT_BACK,
     EXCESS,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.services.runtime.placement.candidates import Candidates
+from tokenloom.services.runtime.placement.pool import Candidates
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,8 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
                     self._drop(slot, target, wrong)
             start = end
         self._deal_ends(frame)
-        if rows or frame.finished or frame.logprobs or frame.pooled or frame.found_slots:  # heartbeats need no credit
+        has_ends = frame.finished or frame.found_slots or frame.engine_death_slots
+        if rows or has_ends or frame.logprobs or frame.pooled:  # heartbeats need no credit
             self._grant()
 
     def _deal_ends(self, frame: pb.ProcessFrame) -> None:

@@ -11,9 +11,9 @@ from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
-from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, SlotTextLogprobs, Submit
-from tokenloom.v1.types_pb2 import Logprobs
+from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT, WrongFrame
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, SlotTextLogprobs, Submit
+from tokenloom.v1.types_pb2 import Logprobs, Pooled
 
 
 class Sent:
@@ -94,3 +94,23 @@ async def test_log_probabilities_that_are_none_are_not_believed(wrong: dict[str,
     list(stream.receive(frame()))
     with pytest.raises(WrongFrame, match="log probabilities"):
         list(stream.receive(frame(**wrong)))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        ProcessFrame(slot=[9], text=["x"], token_index=[0], token_ids=[1]),
+        ProcessFrame(finished=[RequestFinished(slot=9)]),
+        ProcessFrame(logprobs=[SlotTextLogprobs(slot=9, prompt=True)]),
+        ProcessFrame(pooled=[Pooled(slot=9)]),
+        ProcessFrame(found_slots=[9]),
+        ProcessFrame(engine_death_slots=[9]),
+    ],
+)
+async def test_each_frame_for_which_credit_was_taken_gives_it_back(frame: ProcessFrame) -> None:
+    """Frames of engine deaths alone gave none back: the stream stood still after 64 of them."""
+    sent = Sent()
+    sent.stream._owner = SimpleNamespace(vocab_size=100)  # type: ignore[assignment]
+    for _ in range(INITIAL_CREDIT):
+        assert list(sent.stream.receive(frame)) == []
+    assert sum(message.credit for message in sent.messages) == INITIAL_CREDIT

@@ -4,6 +4,7 @@ A message is bytes behind their length, of 4 bytes, big-endian. A helper has the
 when stdin does.
 """
 
+import os
 import resource
 import signal
 import socket
@@ -47,9 +48,12 @@ def read_message_with_files(pipe: socket.socket) -> tuple[bytes, list[int]] | No
 
 
 def write_message(data: bytes) -> None:
-    """Answer the last message."""
-    sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
-    sys.stdout.buffer.flush()
+    """Answer the last message. If the parent has ended meanwhile, the process ends too."""
+    try:
+        sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
+        sys.stdout.buffer.flush()
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # at once: the interpreter would flush the rest at its end, and print a traceback for that too
 
 
 def limit_time(processor_seconds: float, seconds: float) -> None:

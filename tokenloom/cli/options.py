@@ -45,6 +45,11 @@ def given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != []}
 
 
+def file_option(help: str) -> Any:
+    """Return an option that names a file, or several, which must be there and readable."""
+    return typer.Option(help=help, exists=True, dir_okay=False, readable=True)
+
+
 def engine_options(*names: str) -> list[Option]:
     """Return the options of an engine without a mesh: those with these names, or all."""
     # Imported here for the other commands: it costs time at their start.

@@ -13,7 +13,7 @@ import typer
 from tokenloom.process.uncollected_imports import uncollected_imports
 
 from ..failures import RequestFailed, reported
-from ..options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
+from ..options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, file_option, given
 from ..server import ApiKey, BaseUrl, ServedModel, Server, connect, objects, reason
 from ..streams import with_piped
 from ..tables import plain_console
@@ -43,31 +43,13 @@ def chat(
     api_key: ApiKey = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     image: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Image file that the first question shows; may be repeated.",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-        ),
+        list[Path] | None, file_option("Image file that the first question shows; may be repeated.")
     ] = None,
     audio: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Sound file that the first question plays; may be repeated.",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-        ),
+        list[Path] | None, file_option("Sound file that the first question plays; may be repeated.")
     ] = None,
     video: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Video file that the first question shows; may be repeated.",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-        ),
+        list[Path] | None, file_option("Video file that the first question shows; may be repeated.")
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,

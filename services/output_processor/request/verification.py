@@ -283,6 +283,7 @@ class Verifier:
             if reason := _unfit(output, submit.sampling_params):
                 return "unfit", reason
         submit.prompt.cache_salt = adapter_salt(self._salt, submit.prompt.adapter)
+        submit.tenant = record.tenant  # who pays for it, and whose turns in an engine's steps it takes
         for output in compared_outputs(record):
             case = _Case(self._placer, record, output, submit)
             opinion = await case.ask(PATIENCE_SECONDS, exclude=case.suspects)

@@ -85,14 +85,14 @@ async def quarantine(stream: EngineStream) -> str:
 
 
 async def test_another_engine_computes_the_same_request_and_no_client_sees_it(mesh: Mesh) -> None:
-    gateway, _ = await ask(mesh)
+    gateway, _ = await ask(mesh, tenant="payer")
     other = await mesh.engines[1].next_stream()
     (add,) = await other.next_adds(1)
     assert list(add.prompt.token_ids) == [5, 6, 7]
     params = add.sampling_params
     assert (params.seed, params.temperature, params.max_tokens) == (9, pytest.approx(0.7), 3)
     assert add.prompt.cache_salt, "it hits no block of a client's request"
-    assert (add.tenant, add.hold_kv) == ("", False)
+    assert (add.tenant, add.hold_kv) == ("payer", False), "its own tenant pays for it"
     answer(other, add, RIGHT)
     await until(lambda: counted(mesh, "equal") == 1)
     assert counted(mesh, "different") == counted(mesh, "dropped") == 0

@@ -2,9 +2,12 @@
 
 import contextlib
 import enum
+import math
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import zmq
@@ -119,7 +122,33 @@ class WorkerReply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
 
 _POLL_MS = 100
-"""How often to check, while a worker starts, that its process still runs."""
+"""How often to check, while a process starts, that it still runs."""
+HELLO_SECONDS: Final = 120.0
+"""How long a process may take to its first message, before which it imports for half a second. A program that emptied
+the folder for temporary files, where the socket is, made a start wait without end."""
+
+
+def lack_of_message(
+    handshake: "zmq.Socket[bytes]", exit_status: Callable[[], int | None], seconds: float = math.inf
+) -> str:
+    """Wait until a process that starts has sent a message. Returns why none comes, in words that go on from the
+    process's name; empty: it is there.
+
+    Args:
+        exit_status: Returns that of the process; None while it runs.
+        seconds: How long to wait at most.
+    """
+    began = time.monotonic()
+    while not handshake.poll(_POLL_MS):
+        if (status := exit_status()) is not None and not handshake.poll(0):
+            return f"ended with status {status} while it started; see its log"
+        if time.monotonic() - began > seconds:
+            return (
+                f"has sent nothing for {seconds:g} s since its start: the machine is overloaded, or the folder for "
+                "temporary files, where its socket is, was emptied"
+            )
+    return ""
+
 
 _Message = WorkerHello | WorkerReady | WorkerFailed
 _decoder: Decoder[_Message] = Decoder(_Message)
@@ -179,7 +208,7 @@ class WorkerProcess:
 
         Raises ``ValueError`` for a bad configuration, or ``ExecutorFailedError``.
         """
-        assert isinstance(self._receive(), WorkerHello)
+        assert isinstance(self._receive(HELLO_SECONDS), WorkerHello)
         self.socket.send_multipart(encode(WorkerInit(config, self.rank, self._arrays, self._pool_fd)))
         assert isinstance(self._receive(), WorkerReady)
 
@@ -200,10 +229,9 @@ class WorkerProcess:
         self.socket.close()
         self._directory.remove()
 
-    def _receive(self) -> _Message:
-        while not self.socket.poll(_POLL_MS):
-            if (status := self._process.poll()) is not None and not self.socket.poll(0):
-                raise ExecutorFailedError(f"worker {self.rank} ended with status {status} while it started")
+    def _receive(self, seconds: float = math.inf) -> _Message:
+        if lack := lack_of_message(self.socket, self._process.poll, seconds):
+            raise ExecutorFailedError(f"worker {self.rank} {lack}")
         message = _decoder.decode(self.socket.recv_multipart())
         if isinstance(message, WorkerFailed):
             if message.is_config:

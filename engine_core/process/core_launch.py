@@ -29,11 +29,9 @@ from tokenloom.process.standby import WaitingChild, take_waiting_child
 from ..data.config import EngineConfig
 from ..data.errors import EngineConfigError, EngineStartError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit, CoreReady
+from ..executor.worker_launch import HELLO_SECONDS, lack_of_message
 from ..wire.array_arena import ArenaAddress
 from ..wire.frames import Decoder, encode
-
-_POLL_MS = 100
-"""How often a wait for the core checks that its process is alive."""
 
 _SOCKETS = ("handshake", "kv")
 
@@ -80,7 +78,8 @@ class CoreProcess:
         """Spawn the process, which inherits the memory of ``arrays`` and the descriptor of its pulse, and lead it
         through HELLO → INIT → READY. Blocks while the model loads. ``is_placed`` and ``meeting``: as of ``CoreInit``.
 
-        Raises ``EngineStartError`` with the core's message, or with its exit status if it sent none;
+        Raises ``EngineStartError`` with the core's message, with its exit status if it sent none, or if it has sent
+        nothing for :data:`HELLO_SECONDS`;
         ``EngineConfigError`` if the configuration or the checkpoint is wrong.
         """
         inherited = (self._core_end.fileno(), arrays.fd if arrays is not None else None, pulse_fd)
@@ -89,7 +88,7 @@ class CoreProcess:
             handshake.bind(self._handshake_address)
             command = [*self._command, "--handshake", self._handshake_address]
             self._process = _spawn(command, [fd for fd in inherited if fd is not None])
-            hello = self._receive(handshake)
+            hello = self._receive(handshake, HELLO_SECONDS)
             assert isinstance(hello, CoreHello), hello
             kv_address = self.kv_address if config.kv.transports else ""
             init = CoreInit(self._core_end.fileno(), config, kv_address, arrays, pulse_fd, is_placed, meeting)
@@ -128,10 +127,9 @@ class CoreProcess:
         if self._process is not None:
             self._process.kill()
 
-    def _receive(self, handshake: zmq.Socket[bytes]) -> CoreHello | CoreReady:
-        while not handshake.poll(_POLL_MS):
-            if (status := self.exit_status()) is not None and not handshake.poll(0):
-                raise EngineStartError(f"the engine core exited with status {status} during start-up; see its log")
+    def _receive(self, handshake: zmq.Socket[bytes], seconds: float = math.inf) -> CoreHello | CoreReady:
+        if lack := lack_of_message(handshake, self.exit_status, seconds):
+            raise EngineStartError(f"the engine core {lack}")
         message = _decoder.decode(handshake.recv_multipart())
         if isinstance(message, CoreFailed):
             if message.permanent:

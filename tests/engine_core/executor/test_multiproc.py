@@ -28,6 +28,7 @@ from tokenloom.engine_core.data.errors import (
     WorkerLostError,
 )
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared
+from tokenloom.engine_core.executor import worker_launch
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
@@ -383,6 +384,12 @@ def test_an_error_of_a_starting_worker_is_reported_by_its_cause(tmp_path: Path) 
         MultiprocExecutor(make_config(), [sys.executable, str(script)])
     with pytest.raises(ExecutorFailedError, match="worker 0 ended with status 3 while it started"):
         MultiprocExecutor(make_config(), [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_a_worker_that_never_says_that_it_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_launch, "HELLO_SECONDS", 0.0)
+    with pytest.raises(ExecutorFailedError, match="worker 0 has sent nothing for 0 s since its start: the machine"):
+        MultiprocExecutor(make_config(), [sys.executable, "-c", "import sys; sys.stdin.read()"])
 
 
 def test_a_rank_that_fails_at_the_start_is_told_of_while_another_waits_for_it(tmp_path: Path) -> None:

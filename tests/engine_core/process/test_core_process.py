@@ -27,6 +27,7 @@ from tokenloom.engine_core.data_parallel.group_link import GroupLink
 from tokenloom.engine_core.data_parallel.messages import Roster, Welcome
 from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.engine_core.process import core_launch
 from tokenloom.engine_core.process.core_process import EngineCoreProc
 from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver
 
@@ -47,8 +48,14 @@ def test_a_core_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_core_that_dies_while_it_starts_is_noticed() -> None:
-    with pytest.raises(EngineStartError, match="exited with status 3"):
+    with pytest.raises(EngineStartError, match="the engine core ended with status 3 while it started"):
         SyncMPClient(make_config(), command=[sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_a_core_that_never_says_that_it_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_launch, "HELLO_SECONDS", 0.0)
+    with pytest.raises(EngineStartError, match="the engine core has sent nothing for 0 s since its start: the machine"):
+        SyncMPClient(make_config(), command=[sys.executable, "-c", "import sys; sys.stdin.read()"])
 
 
 def test_sigterm_lets_live_requests_finish_and_refuses_new_ones() -> None:

@@ -269,8 +269,6 @@ class GroupedKVCacheManager(_PooledKV):
         if events is not None:
             self.pool.listeners.append(FirstGroupEvents(events))
 
-    # Hits
-
     def find_cached_blocks(self, request: RequestKV) -> list[int]:
         """Return the block table of the longest cached prefix of a waiting request, without its last token."""
         if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
@@ -288,8 +286,6 @@ class GroupedKVCacheManager(_PooledKV):
         # One look before the whole search: this runs in every step in which the head of the queue does not fit.
         is_longer = self.pool.find(group_key(self._hash(request, index), 0)) is not None
         return is_longer and len(self.find_cached_blocks(request)) > num_hits
-
-    # Admission
 
     def can_admit(
         self, request: RequestKV, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
@@ -363,8 +359,6 @@ class GroupedKVCacheManager(_PooledKV):
         else:
             request.block_ids += self._allocate_from(first, begin, self._blocks_for(end))
 
-    # Steps
-
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
@@ -411,8 +405,6 @@ class GroupedKVCacheManager(_PooledKV):
         self.pool.forget_content(
             group_key(block_hash, group) for block_hash in request.block_hashes for group in range(self.num_groups)
         )
-
-    # Parts
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -103,8 +103,6 @@ class StateSlotPool:
         """States for which a waiting request may wait, because a running one is about to keep them."""
         return len(self._prompts) + len(self._kept)
 
-    # Steps
-
     def begin_step(self) -> None:
         """Let what the step before writes be hit, and what it reads be written."""
         kept, self._kept = self._kept, []
@@ -234,8 +232,6 @@ class StateSlotPool:
         end = (begin // self.chunk + 1) * self.chunk
         return (end if length - end >= 2 else length) - begin
 
-    # Requests
-
     def longest(self, request: RequestKV, num_blocks: int) -> int:
         """Return how many of the first ``num_blocks`` blocks of a request end where a state is kept."""
         for count in self.ends(request, num_blocks):
@@ -346,8 +342,6 @@ class StateSlotPool:
         self.pool.release([each.slot for each in self._kept])
         self._kept = []
         self.pool.forget_all()
-
-    # Parts
 
     def _keep(self, kept: _Kept) -> bool:
         """Let a state that was written be found. Returns whether no other slot has it."""

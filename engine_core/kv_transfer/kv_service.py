@@ -189,8 +189,6 @@ class KVService:
                 events.append(event)
         return events
 
-    # Leases
-
     def _answer(self, call: KVAcquire | KVRenew | KVRelease, checksums: list[int]) -> None:
         try:
             match call:
@@ -280,8 +278,6 @@ class KVService:
             return False
         self._events.append(KVAnswer(call.call_id, tokens_ready=tokens_ready, num_tokens=num_tokens))
         return True
-
-    # Loads
 
     def _copy(self, task: CopyTask) -> None:
         assert self._copier is not None, "register comes first"

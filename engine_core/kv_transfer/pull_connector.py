@@ -202,8 +202,6 @@ class PullConnector:
     def shutdown(self) -> None:
         self._service.close()
 
-    # Parts
-
     def _order_load(self, request: RequestKV, target: KVTarget, block_ids: list[int], num_tokens: int) -> None:
         assert request.remote is not None
         # This core decides what is missing, not the Acquire call before it: only the scheduler knows its prefix cache

@@ -280,8 +280,6 @@ class StoreConnector(HoldsNothing):
         if self.queue is not None:
             self.queue.close()
 
-    # Parts
-
     def _begin_search(self, request: RequestKV, first: int) -> tuple[int | None, bool]:
         assert self._blocks is not None, "bind_block_pool comes first"
         self._searches.pop(request.request_id, None)

@@ -358,8 +358,6 @@ class StoreQueue:
                 OF_PROCESS.end("kv_store")
             self._works()
 
-    # Whether the store works
-
     def _fails(self, error: Exception) -> None:
         if not isinstance(error, StoreError):
             log.exception("the store of KV blocks failed because of a bug", exc_info=error)

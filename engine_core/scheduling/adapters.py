@@ -142,8 +142,6 @@ class Adapters:
             if error := self.load(name, path).error:
                 raise ValueError(f"lora_modules: {name}: {error}")
 
-    # What clients may ask for
-
     def load(self, name: str, path: str, digest: bytes = b"", in_place: bool = False) -> LoraAnswer:
         """Let requests name the adapter in the directory ``path``.
 
@@ -212,8 +210,6 @@ class Adapters:
         self._are_states_old = True
         self.resend_slots()
 
-    # Requests
-
     def serves(self, digest: bytes) -> bool:
         """Return whether a new request may name this adapter."""
         return digest in self._digests.values()
@@ -241,8 +237,6 @@ class Adapters:
             if self._unneeded[-1] not in self._memory:  # otherwise it was loaded again
                 self._store.drop(self._unneeded[-1])
             self._unneeded.pop()  # only now: an interrupted call is made again
-
-    # Steps
 
     def begin_step(self, running: Iterable[Request]) -> None:
         """Note which requests run before a step."""
@@ -281,8 +275,6 @@ class Adapters:
             return None
         self._states = states
         return states
-
-    # Parts
 
     def _list(self, running: "dict[bytes, int] | Counter[bytes]") -> list[LoraState]:
         return [

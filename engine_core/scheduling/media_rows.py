@@ -100,8 +100,6 @@ class RowStore:
             )
         return cls(capacity, model.hidden_size, media.levels, media.cross_rows, in_chunks=in_chunks)
 
-    # Admission
-
     def refusal(self, request: Request, max_tokens: int) -> str:
         """Return why the images of a request can never be computed; empty if they can. ``max_tokens``: of a step."""
         if error := self._misplaced(request):
@@ -198,8 +196,6 @@ class RowStore:
             resumed += self._take_ready([request_id])
         return resumed
 
-    # Steps
-
     def chunk_end(self, kv: RequestKV, start: int, end: int, most: int) -> int:
         """Return where a chunk ends that would compute the tokens ``start`` to ``end``: before the first token whose
         row is missing, and not among tokens that see each other. If it begins among these, it ends behind them, though
@@ -243,8 +239,6 @@ class RowStore:
             self.may_get_more |= holding.is_short
             if not later:
                 del self._holdings[request.request_id]
-
-    # Requests come and go
 
     def drop(self, request: Request) -> None:
         """Free what a request holds: it lost its blocks, or has ended."""
@@ -290,8 +284,6 @@ class RowStore:
         stats.rows_items_asked = self.num_asked
         stats.rows_items_received = self._num_received
         stats.rows_bytes_received = self._bytes_received
-
-    # Parts
 
     def _size(self, key: RowsKey) -> int:
         return key.num_rows * key.levels * self._row_bytes

@@ -68,8 +68,6 @@ class RemoteKV:
         """How many requests load, or have ended and are read by other engines."""
         return len(self._loading) + len(self._held)
 
-    # On the way in
-
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the number of tokens to load after the first ``num_computed_tokens``; None if not known yet."""
         num_tokens, self.waits_beside = self.connector.get_num_new_matched_tokens(request.kv, num_computed_tokens)
@@ -114,8 +112,6 @@ class RemoteKV:
             return []
         index, num_tokens = request.num_output_tokens, request.num_tokens
         return [EngineCoreOutput(request.request_id, [], index, kv_granted_tokens=num_tokens)]
-
-    # Of a running request
 
     def may_lend(self, request: Request) -> bool:
         """Return whether a running request generates, is not lent, and has enough tokens left to be."""
@@ -172,8 +168,6 @@ class RemoteKV:
             self.keep(request)
         else:
             self.connector.request_preempted(request.kv)
-
-    # On the way out
 
     def update(self, output: KVConnectorOutput) -> list[Request]:
         """Process ended transfers. Returns the requests that need not wait any more, in order of arrival."""
@@ -234,8 +228,6 @@ class RemoteKV:
         stats.kv_bytes_received = dict(self._bytes_received)
         stats.kv_recomputes = dict(self._recomputes)
         stats.num_leases = self.connector.num_leases()
-
-    # Parts
 
     def _end_load(self, request: Request, output: KVConnectorOutput) -> bool:
         """Return whether the request need not wait any more."""

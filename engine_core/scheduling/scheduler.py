@@ -126,8 +126,6 @@ class Scheduler:
         """Whether a step may be planned while another one is in flight."""
         return self._in_flight is not None
 
-    # Requests come and go
-
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request, or end it at once: it is refused, or its accepted tokens meet an end condition."""
         assert message.request_id not in self.requests, f"request {message.request_id} is live already"
@@ -297,8 +295,6 @@ class Scheduler:
             return True
         return bool(self.requests) and not self._is_stalled
 
-    # A step
-
     def schedule(self) -> SchedulerOutput:
         """Plan a step. It is empty only when no request can run: then :meth:`has_work` is False until that changes."""
         if self._grammars is not None and self._grammars.done:
@@ -430,8 +426,6 @@ class Scheduler:
         if self.drafts is not None:
             stats.spec_decoding = self.drafts.stats()
         return stats
-
-    # Parts
 
     def _media_refusal(self, request: Request) -> str:
         if self.media is None:

@@ -230,8 +230,6 @@ class VLLMCore:
             self._watching.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Requests
-
     def _begin(self) -> None:
         """Send requests that wait, as long as there is room for them."""
         while self._held and self._pause is None and self._dead is None:
@@ -365,8 +363,6 @@ class VLLMCore:
         self._outputs.append(output)
         self._changed.set()
 
-    # The server
-
     async def _lost(self, live: _Live, reason: str) -> None:
         """End a request that the server failed, unless the server itself is lost: then the front ends all."""
         await self._look(reason)
@@ -417,8 +413,6 @@ class VLLMCore:
             return
         if is_other:
             raise EngineConfigError(f"remote_vllm: vLLM serves {theirs}, and --model is {ours}: name the same for both")
-
-    # Pauses
 
     async def _pause_in(self, mode: PauseMode, *, clear_cache: bool) -> None:
         self._pause = mode

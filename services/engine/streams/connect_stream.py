@@ -372,8 +372,6 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
         self.fail_live(error)
         super().close(error)
 
-    # Input
-
     async def _receive(self, message: engine_pb2.EngineInput) -> None:
         """Process one message: add, then accept, then stop_at, then abort, then keep."""
         for count, add in enumerate(message.add, 1):
@@ -445,8 +443,6 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
         if (attempt := self._attempts.fail(slot, error)) is not None:
             self._core.end([attempt])
             self._changed.set()
-
-    # Output
 
     def _next_frame(self) -> engine_pb2.EngineFrame | None:
         # A frame that is due holds all that waits. Before it is due, only what is urgent is sent; so are the first

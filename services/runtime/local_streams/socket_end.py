@@ -202,8 +202,6 @@ class SocketEnd(ABC, asyncio.Protocol):
         self._num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
 
-    # What the two ends of a call do differently
-
     @abstractmethod
     def _on_frame(self, kind: Kind, payload: bytes) -> None:
         """Take any frame except beats, and except messages that the reader gets. Raises ``TokenloomError`` for one that
@@ -232,8 +230,6 @@ class SocketEnd(ABC, asyncio.Protocol):
     @abstractmethod
     def _refuse(self, error: TokenloomError) -> NoReturn:
         """Raise for a message that cannot be sent, or not be decoded."""
-
-    # Frames sent
 
     async def write(self, message: Any) -> None:
         """Send a message; wait while the peer takes none. Raises for a message over the limit, and when the call has
@@ -264,8 +260,6 @@ class SocketEnd(ABC, asyncio.Protocol):
         self._can_write.set()
         if self.transport is not None:
             self.transport.abort()
-
-    # Messages received
 
     async def read(self) -> Any:
         """Return the next message, without a turn of the event loop if it is here. Cancelling loses none."""

@@ -466,8 +466,12 @@ def _alignment_heads(path: Path, config: ModelConfig) -> tuple[tuple[int, int], 
         heads = tuple((int(layer), int(head)) for layer, head in named)
     except (ValueError, TypeError, AttributeError):
         raise ValueError(f"{file}: alignment_heads must be a list of pairs of a layer and a head") from None
-    if any(not (0 <= layer < config.num_layers and 0 <= head < config.num_heads) for layer, head in heads):
-        raise ValueError(f"{file}: alignment_heads names a head that the model does not have")
+    for layer, head in heads:
+        if not (0 <= layer < config.num_layers and 0 <= head < config.num_heads):
+            raise ValueError(
+                f"{file}: alignment_heads names layer {layer}, head {head}; the decoder has {config.num_layers} layers "
+                f"of {config.num_heads} heads, counted from 0"
+            )
     return heads
 
 

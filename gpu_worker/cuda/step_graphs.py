@@ -57,7 +57,7 @@ def row_buckets(most: int) -> list[int]:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Return the sizes of graphs of other steps, of which the largest has ``most`` tokens at most."""
+    """Return the sizes, in tokens, of graphs of steps that compute prompts. ``most``: tokens of the largest step."""
     largest = min(most, MOST_TOKENS)
     return [size for size in _TOKEN_BUCKETS if size < largest] + [largest]
 

@@ -164,7 +164,8 @@ class RankPlace:
     def numerics(self) -> str | None:
         """Return what sets results apart from those of one rank: the order in which sums are added; None: nothing."""
         if self.data_size > 1:
-            # Wherever rows are computed, one worker adds a token's in one order, with any number of engines.
+            # The number of engines is left out: whichever of them compute the experts of a token, its own worker adds
+            # their rows in one order.
             return "ep" if self.tensor_size == 1 else f"ep-tp-{self.tensor_size}"
         moves = "" if self.num_redundant_experts is None else "-eplb"
         return None if self.tensor_size == 1 else f"tp-{self.tensor_size}{moves}"

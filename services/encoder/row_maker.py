@@ -138,7 +138,8 @@ class ImageDecoders:
         try:
             return _decoded(await pool.run(msgspec.msgpack.encode(job))).parts
         except (errors.DeadlineExceeded, errors.ResourceExhausted) as error:
-            # Its own doing. Engines repeat what finds no room for half a minute, and each try ended a process.
+            # The file's fault, so the client's: an engine repeats what finds no room for half a minute, and each try
+            # ended a process.
             raise errors.InvalidArgument(error.message, "messages") from None
 
     async def _start_headers(self) -> HelperProcess:

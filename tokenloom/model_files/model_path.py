@@ -96,8 +96,8 @@ def _read_json(path: Path) -> object:
 
 
 def _snapshot(model: str, patterns: tuple[str, ...], cache: HubCache, commit: str = "") -> Path:
-    """Return the directory with the files of these patterns and those that describe the model. ``commit``: of which,
-    instead of the one that the model's revision names now."""
+    """Return the directory with a hub's files that match the patterns, and those that describe the model. ``commit``:
+    of the hub's repository; empty: the one that the model's revision names now."""
     from huggingface_hub import snapshot_download
 
     try:

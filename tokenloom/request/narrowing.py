@@ -83,7 +83,7 @@ def _narrow_float(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise InvalidArgument(f"{name} is too large", name) from None
+        raise InvalidArgument(f"{name} must be below 1.8e308, as a number of 64 bits is", name) from None
 
 
 def _narrow_bool(name: str, value: object) -> bool:

@@ -62,7 +62,7 @@ class Inference:
     """What the client has of the answer; None: it begins now."""
 
     def ids(self, request_id: str, num_outputs: int) -> EventIds | None:
-        """Return what makes the ids of a stream's responses; None: the client cannot resume it."""
+        """Return what makes the ids of a stream's responses, by which the client resumes it; None: it cannot."""
         if not self.token.fingerprint or num_outputs > MAX_OUTPUTS:
             return None
         if (resumed := self.resumed) is None:

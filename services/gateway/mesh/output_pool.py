@@ -434,9 +434,9 @@ class OutputPool:
         """Return when a request is lost that no output processor has."""
         until = request.sought_until
         for link in self._links:
-            # One that is cut off keeps the request for as long. After a change, the gateway that had the request until
-            # then may hold it and not have placed it again: at that moment every output processor answers that it
-            # does not have it.
+            # An output processor that is cut off keeps the request for UNSETTLED_SECONDS. After any change of a link,
+            # the gateway that had the request may still hold it, to place it again: at that moment every output
+            # processor answers that it does not have it.
             until = max(until, link.changed_at + (UNSETTLED_SECONDS if link.stream is None else SEARCH_SECONDS))
         return until
 

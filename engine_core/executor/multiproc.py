@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from tokenloom.process.process_guard import is_ending
 from tokenloom.process.rendezvous_dir import RendezvousDir
 
 from ..data.config import EngineConfig
@@ -49,7 +50,7 @@ class WorkerWatch:
         self.failure = ""
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)  # notified of each end
-        self._num_running = 0
+        self._running = set[int]()  # the ids of those whose end was not reported
         self._was_killed = False  # whether a signal has ended a worker
         self._generation = 0  # of workers: the end of an earlier one is no failure
         self._on_failure: Callable[[], None] = lambda: None
@@ -63,7 +64,7 @@ class WorkerWatch:
 
     def begin(self, workers: Sequence[WorkerProcess]) -> None:
         """Watch these workers."""
-        self._num_running = len(workers)
+        self._running = {worker.pid for worker in workers}
         for worker in workers:
             threading.Thread(
                 target=self._wait, args=(worker, self._generation), name="worker-monitor", daemon=True
@@ -79,10 +80,10 @@ class WorkerWatch:
                     pass
 
     def was_killed(self, seconds: float) -> bool:
-        """Return whether a signal has ended a worker: once one has, once all workers have ended, or after so many
+        """Return whether a signal has ended a worker: once one has, once none is about to end, or after so many
         seconds."""
         with self._ended:
-            self._ended.wait_for(lambda: self._was_killed or not self._num_running, seconds)
+            self._ended.wait_for(lambda: self._was_killed or not any(map(is_ending, self._running)), seconds)
             return self._was_killed
 
     def close(self, reason: str) -> None:
@@ -101,7 +102,7 @@ class WorkerWatch:
             if is_killed or not self.failure:
                 self.failure = f"worker {worker.rank} ended with status {status}"
             self._was_killed |= is_killed
-            self._num_running -= 1
+            self._running.discard(worker.pid)
             os.write(self._write_fd, b"\0")
             self._on_failure()
             self._ended.notify_all()
@@ -110,6 +111,8 @@ class WorkerWatch:
 _DAMAGED = WorkerErrorKind.DAMAGED
 _END_SECONDS = 2.0
 """How long the end of a killed worker may take to be reported once another rank has failed."""
+_ANSWER_MS = 100
+"""How long the last answer of a rank that has ended may take from the kernel to this thread."""
 _SEND_POLL_MS = 20
 """How often to check, while a worker takes no message, that its process still runs."""
 
@@ -398,9 +401,18 @@ class MultiprocExecutor:
         # The system closes the connections of a killed process before it reports its end: another rank fails first,
         # and the core would end instead of replacing the workers. A rank whose step fails ends too, but with a status
         # of its own (``WorkerProc``): other workers would fail like it.
-        if len(self.workers) > 1 and self._watch.was_killed(_END_SECONDS):
-            self._check_alive()
+        if len(self.workers) > 1:
+            if self._watch.was_killed(_END_SECONDS):
+                self._check_alive()
+            self._await_answers()
         self._check_weights()
+
+    def _await_answers(self) -> None:
+        """Wait a moment for what a rank has answered before it ended: ZMQ's own thread reads it."""
+        answers = zmq.Poller()
+        for worker in self.workers:
+            answers.register(worker.socket, zmq.POLLIN)
+        answers.poll(_ANSWER_MS)
 
     def _check_weights(self) -> None:
         """Raise ``WeightsDamagedError`` if that is why a rank has failed: the others fail because it has ended."""

@@ -13,6 +13,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4
 _NICENESS = 10
 
 
@@ -44,6 +45,17 @@ def is_stopped(pid: int | None) -> bool:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except (OSError, IndexError):
         return False
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process has begun to end, or has ended; True also if its state is not known."""
+    # The kernel sets the flag before it closes what the process had open: whoever has seen the end of a connection to
+    # the process finds it.
+    try:
+        state, *_, flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:7]
+        return state in (b"Z", b"X") or bool(int(flags) & _PF_EXITING)
+    except (OSError, ValueError):
+        return True
 
 
 class ProcessGuard:

@@ -28,7 +28,7 @@ from tokenloom.engine_core.data.errors import (
     WorkerLostError,
 )
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared
-from tokenloom.engine_core.executor import worker_launch
+from tokenloom.engine_core.executor import multiproc, worker_launch
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
@@ -144,19 +144,25 @@ raise SystemExit(run_worker(parser.parse_known_args()[0].address, WaitingWorker)
 """
 
 RESET_WORKER = """
-import argparse, os, signal, sys, threading
+import argparse, os, signal, socket, sys, threading
 from tokenloom.engine_core.executor.worker_process import run_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
 class ResetWorker(HashWorker):
     def __init__(self, config):
         super().__init__(config)
-        self.rank = config.parallel.rank
+        self.rank, self.exchange = config.parallel.rank, socket.socket(socket.AF_UNIX)
+        if self.rank == 1:
+            self.exchange.bind(__file__ + ".socket")
+            self.exchange.listen()
 
     def execute_model(self, scheduler_output):
+        if self.rank == 0 and IS_KILLED:
+            self.exchange.connect(__file__ + ".socket")
+            self.exchange.recv(1)  # until the other rank has ended
         if self.rank == 0 or not IS_KILLED:
             raise RuntimeError("Connection reset by peer")
-        threading.Event().wait(0.2)  # the system is still giving its memory back
+        connection, _ = self.exchange.accept()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def execute_dummy_batch(self):
@@ -283,6 +289,19 @@ def test_a_rank_whose_weights_are_damaged_is_the_cause_whichever_fails_first(
     monkeypatch.setitem(globals(), "RESET_WORKER", script)
     error = fail_in_two(tmp_path, is_killed=True, is_dummy=is_dummy)
     assert (type(error), str(error)) == (WeightsDamagedError, "worker 1: x")
+
+
+def test_a_rank_that_fails_alone_is_not_waited_for_until_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other rank is about to end, so that none was killed."""
+    monkeypatch.setattr(multiproc, "_END_SECONDS", 3600.0)
+    alone = RESET_WORKER.replace("if self.rank == 0 or not IS_KILLED:", "if self.rank == 0:").replace(
+        "connection, _ = self.exchange.accept()", "threading.Event().wait()  # as in an exchange of tensors"
+    )
+    monkeypatch.setitem(globals(), "RESET_WORKER", alone)
+    error = fail_in_two(tmp_path, is_killed=False, is_dummy=False)
+    assert (type(error), str(error)) == (ExecutorFailedError, "worker 0: RuntimeError: Connection reset by peer")
 
 
 def test_ranks_that_end_because_their_step_failed_are_not_lost(tmp_path: Path) -> None:

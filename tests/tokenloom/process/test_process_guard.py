@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tokenloom.process import process_guard
+
 _CHILD = """
 import json, os
 from pathlib import Path
@@ -27,3 +29,13 @@ def test_a_process_whose_work_takes_seconds_leaves_the_session_and_the_processor
     groups = Path("/proc/sys/kernel/sched_autogroup_enabled")
     if groups.exists() and groups.read_text().strip() == "1" and group:
         assert group.strip().endswith("nice 10")
+
+
+def test_a_process_is_about_to_end_from_its_kill_on_until_it_is_forgotten() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    with process:
+        assert not process_guard.is_ending(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process_guard.is_ending(process.pid)
+    assert process_guard.is_ending(process.pid), "its state is not known any more"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import torch
 
 from tokenloom.engine_core.data.config import EngineConfig
@@ -61,20 +62,7 @@ from .pooling.pooler import Pooler, check_pooling, make_pooler
 from .sampler.host.plugged_processors import load_logits_plugins
 from .speculation.drafting import Drafting
 from .step_recordings import StepRecordings, make_recorded_steps
-from .warm_up import (
-    DRAWN,
-    FEW_ROWS,
-    LargestStep,
-    WarmUpNotes,
-    decode_batches,
-    free_rows,
-    is_small_step,
-    largest_step,
-    num_differing_layers,
-    one_thread,
-    run_decode_steps,
-    within,
-)
+from .warm_up import StartSteps, WarmedModel, largest_step, within
 from .weights_scrub import ADAPTERS, WeightsScrub, weights_of
 
 log = logging.getLogger(__name__)
@@ -133,8 +121,7 @@ class ModelWorker:
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._layers: PoolLayers | None = None
-        self._largest: LargestStep | None = None  # set once it was computed
-        self._notes: WarmUpNotes | None = None
+        self._steps: StartSteps | None = None
         self._num_states = 0  # slots for states, beside that of dummy steps
 
     def load_model(self) -> ModelInfo:
@@ -200,6 +187,7 @@ class ModelWorker:
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
         layout = self._layout(block_size)
         self._backend = self._layers.make_backend(self._make_backend, block_size)
+        self._steps = self._start_steps()
         self._begin_scrub()
         return ModelInfo(
             vocab_size=model_config.vocab_size,
@@ -284,50 +272,24 @@ class ModelWorker:
 
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to weights and a step's activations, if engines share the host."""
-        # The step in all layers was most of a start: 1.5 s of CPU for the demo model instead of 0.9, minutes for
-        # billions of weights. Each layer frees its activations before the next, so a few show the same peak.
-        self._largest = self._largest_step(largest_step(self._config.scheduler, self._max_model_len))
+        steps = self._require_steps()
+        largest = steps.compute_largest(largest_step(self._config.scheduler, self._max_model_len))
         adapters = 0 if self._loras is None else self._loras.reserved_bytes()
-        beside = self._largest.activation_bytes + adapters + self._graph_bytes()
-        return self._platform.kv_memory(beside, self._num_sharing)
-
-    def _graph_bytes(self) -> int:
-        """Return how much memory of a device the graphs of steps keep: capture them over a pool of one block, because
-        where the KV lies does not change that, and drop them."""
-        platform = self._platform
-        if self._config.worker.enforce_eager or platform.make_capture() is None:
-            return 0
-        runner = self._make_runner(num_blocks=1)
-        kept = platform.kept_by(runner.record_ahead)
-        del runner
-        platform.return_freed()
-        log.info("graphs of steps keep %.2f GiB beside the KV pool", kept / (1 << 30))
-        return kept
+        return self._platform.kv_memory(largest.activation_bytes + adapters + steps.graph_bytes(), self._num_sharing)
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
         """Allocate the pool and the buffers for the fitted context length, and compute steps of the sizes to come."""
-        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
+        scheduler, block_size, steps = self._config.scheduler, self._config.cache.block_size, self._require_steps()
         self._max_model_len = kv_cache.max_model_len
-        if self._largest is None:
+        if steps.largest is None:
             lengths = largest_step(scheduler, kv_cache.max_model_len)
-            self._largest = self._largest_step(within(kv_cache.num_blocks, block_size, lengths))
+            steps.compute_largest(within(kv_cache.num_blocks, block_size, lengths))
         started = time.perf_counter()
         if self._platform.pool_is_on_host:
             forget_start()  # before the steps below, which map again what steps need
         self._num_states = kv_cache.num_state_slots
         self._make_pool(kv_cache.num_blocks, memory)
-        batches = decode_batches(scheduler, kv_cache.num_blocks)
-        if (found := self._warm_up_notes().found) is not None:
-            # First steps of further sizes take hardly longer than later ones.
-            batches = [batch for batch in batches if batch <= FEW_ROWS]
-        with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
-            run_decode_steps(self._require_runner(), batches, block_size)
-            if not self._platform.pool_is_on_host:
-                self._run_prompts(kv_cache.num_blocks)
-        # How many steps it measures depends on their times, and all ranks must compute the same.
-        measures = self._config.speculative is not None and self._ranks.place.is_whole
-        num_free = found.free_rows if found is not None else self._free_rows(kv_cache.num_blocks) if measures else 0
-        self._warm_up_notes().keep(num_free)
+        computed = steps.compute(self._require_runner(), kv_cache)
         if self._pool is not None and self._pool.device is None:
             step = scheduler.max_num_batched_tokens // block_size + scheduler.max_num_seqs
             self._pages = PoolPages(self._pool, first_blocks=step * max(1, len(kv_cache.groups)))
@@ -336,33 +298,7 @@ class ModelWorker:
         if (routes := routes_of(self._model)) is not None:
             routes.forget_device_counts()
         self._platform.return_freed()
-        return WarmUp(
-            seconds=self._largest.seconds + time.perf_counter() - started,
-            decode_batches=batches,
-            prefill_tokens=self._largest.num_tokens,
-            sampled_rows=batches[-1],
-            activation_bytes=self._largest.activation_bytes,
-            free_rows=num_free,
-            is_remembered=found is not None,
-        )
-
-    def _run_prompts(self, num_blocks: int) -> None:
-        """Compute a prompt of one token and a long one, which have other kernels, and both with an empty adapter."""
-        runner, block_size = self._require_runner(), self._config.cache.block_size
-        longest = min(self._config.scheduler.max_num_batched_tokens, num_blocks * block_size, self._max_model_len)
-        for num_tokens in (1, longest):
-            runner.dummy_run([num_tokens], block_size)
-            if self._loras is not None:
-                with self._loras.all_adapted(num_tokens):
-                    runner.dummy_run([num_tokens], block_size)
-
-    def _is_small(self, num_tokens: int, num_layers: int) -> bool:
-        """Return whether one thread of the host computes so many tokens in so many layers in about half a second."""
-        return self._platform.pool_is_on_host and is_small_step(num_tokens, num_layers, self._kv_config.hidden_size)
-
-    def _free_rows(self, num_blocks: int) -> int:
-        runner, block_size = self._require_runner(), self._config.cache.block_size
-        return free_rows(lambda count: runner.dummy_decode(count, block_size)[:1].cpu(), num_blocks)
+        return msgspec.structs.replace(computed, seconds=computed.seconds + time.perf_counter() - started)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         layers, block_size = self._pool_layers, self._config.cache.block_size
@@ -400,54 +336,6 @@ class ModelWorker:
     def _slots_at(self, num_blocks: int) -> int:
         """Return where the slots lie in the memory of a pool: behind its blocks."""
         return slots_offset(num_blocks * self._config.cache.block_size * self._kv_bytes_per_token)
-
-    def _largest_step(self, lengths: list[int]) -> LargestStep:
-        return self._warm_up_notes().largest_step(lengths, self._run_largest_step)
-
-    def _warm_up_notes(self) -> WarmUpNotes:
-        if self._notes is None:
-            # Steps of several ranks are computed by all of them or by none, and those of a device make what requests
-            # need.
-            keeps = self._config.worker.warm_up_dir and self._platform.pool_is_on_host and self._ranks.place.is_whole
-            folder = Path(self._config.worker.warm_up_dir) if keeps else None
-            self._notes = WarmUpNotes(folder, self._config, self._kv_config)
-        return self._notes
-
-    def _run_largest_step(self, lengths: list[int]) -> LargestStep:
-        """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
-
-        On a CPU it computes one token in all layers, which reads every weight, and the whole step in as many layers
-        as differ: each frees its activations before the next one, so the peak is the same in much less time.
-        One thread computes a small step.
-        """
-        block_size, model_config = self._config.cache.block_size, self._kv_config
-        num_blocks = sum(-(-length // block_size) for length in lengths)
-        num_layers = num_differing_layers(model_config) if self._platform.pool_is_on_host else None
-
-        def run() -> None:
-            runner = self._make_runner(num_blocks)
-            if num_layers is not None:
-                runner.dummy_run([1], block_size)
-            logits = runner.dummy_run(lengths, block_size, num_layers)
-            if not self._platform.pool_is_on_host:  # drawing takes memory of the device, too
-                runner.dummy_sample(logits, DRAWN)
-
-        started = time.perf_counter()
-        with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
-            peak = self._platform.peak_of(run) + self._row_bytes(sum(lengths))
-        # A device holds the whole pool, a host the pages that were written.
-        num_slots = sum(lengths) if self._platform.pool_is_on_host else num_blocks * block_size
-        kv_bytes = num_slots * self._pool_layers.written_bytes_per_token(num_layers) + model_config.state_bytes
-        if self._drafting is not None:
-            kv_bytes += num_slots * self._drafting.kv_bytes_per_token
-        return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
-
-    def _row_bytes(self, num_tokens: int) -> int:
-        """Return the size of rows of images, as float32, that stand for so many tokens; 0 if prompts have none."""
-        media = self._media_traits()
-        if media is not None and media.cross_rows:  # of one prompt at a time, with their keys and values
-            return 3 * media.cross_rows * self._kv_config.hidden_size * 4
-        return 0 if media is None else num_tokens * media.levels * self._kv_config.hidden_size * 4
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "call initialize_kv_cache first, with memory of the host or with transports"
@@ -588,7 +476,7 @@ class ModelWorker:
             self._ranks.experts.close()
         if self._pages is not None:
             self._pages.close()
-        self._slot = self._backend = self._runner = self._pool = self._pages = self._drafting = None
+        self._slot = self._backend = self._runner = self._steps = self._pool = self._pages = self._drafting = None
 
     @property
     def _model(self) -> LanguageModel:
@@ -643,6 +531,10 @@ class ModelWorker:
         assert self._slot is not None, "load_model comes first"
         return self._slot
 
+    def _require_steps(self) -> StartSteps:
+        assert self._steps is not None, "load_model comes first"
+        return self._steps
+
     def _require_loras(self) -> LoraSlots:
         assert self._loras is not None, "LoRA adapters are not enabled"
         return self._loras
@@ -650,6 +542,18 @@ class ModelWorker:
     def _require_runner(self) -> ModelRunner:
         assert self._runner is not None, _NO_RUNNER
         return self._runner
+
+    def _start_steps(self) -> StartSteps:
+        warmed = WarmedModel(
+            model=self._kv_config,
+            layers=self._pool_layers,
+            make_runner=lambda num_blocks: self._make_runner(num_blocks),
+            loras=self._loras,
+            media=self._media_traits(),
+            draft_bytes_per_token=self._draft_bytes_per_token,
+            is_alone=self._ranks.place.is_whole,
+        )
+        return StartSteps(self._config, self._platform, warmed)
 
     def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
         assert self._backend is not None, "load_model comes first"

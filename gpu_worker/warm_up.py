@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -15,13 +17,21 @@ from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import EngineConfig, SchedulerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.handshake import WarmUp
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
+from tokenloom.engine_core.data.model_info import MediaTraits
 
+from .attention.grouped_backend import PoolLayers
 from .checkpoint.model_config import ModelConfig
 from .kernels.levels import processor_features
+from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
+from .platform.platform import Platform
+
+log = logging.getLogger(__name__)
 
 _GREEDY = CoreSamplingParams(max_tokens=1, seed=0, temperature=0.0)
-DRAWN = CoreSamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
+_DRAWN = CoreSamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
 
 _NEARLY_FREE = 1.5
 """How many times as long as a step of one row a step may take for its rows to be nearly free."""
@@ -183,7 +193,7 @@ def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int) -
     for batch in batches:
         logits = runner.dummy_run([1] * batch, block_size)
         runner.dummy_sample(logits, _GREEDY)
-    runner.dummy_sample(logits[:1], DRAWN)
+    runner.dummy_sample(logits[:1], _DRAWN)
 
 
 def free_rows(run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter) -> int:
@@ -212,3 +222,134 @@ def free_rows(run: Callable[[int], object], most: int, clock: Callable[[], float
             break
         found = num_rows
     return found
+
+
+@dataclass(frozen=True)
+class WarmedModel:
+    """What the steps of a worker's start are computed with."""
+
+    model: ModelConfig
+    """With the dtype of the KV cache."""
+    layers: PoolLayers
+    make_runner: Callable[[int], ModelRunner]
+    """Returns a runner over a pool of its own, of so many blocks."""
+    loras: LoraSlots | None
+    media: MediaTraits | None
+    draft_bytes_per_token: int
+    """Of the KV of what drafts."""
+    is_alone: bool
+    """Whether no other rank computes a part of each step."""
+
+
+class StartSteps:
+    """Computes the steps of a worker's start, and measures what the largest one takes.
+
+    Attributes:
+        largest: The largest step; None: it was not computed yet.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform, warmed: WarmedModel) -> None:
+        self._config = config
+        self._platform = platform
+        self._warmed = warmed
+        # Steps of several ranks are computed by all of them or by none, and those of a device make what requests need.
+        keeps = config.worker.warm_up_dir and platform.pool_is_on_host and warmed.is_alone
+        self._notes = WarmUpNotes(Path(config.worker.warm_up_dir) if keeps else None, config, warmed.model)
+        self.largest: LargestStep | None = None
+
+    def compute_largest(self, lengths: list[int]) -> LargestStep:
+        """Compute the largest step, of prompts of these lengths, unless what it takes is known."""
+        # The step in all layers was most of a start: 1.5 s of CPU for the demo model instead of 0.9, minutes for
+        # billions of weights. Each layer frees its activations before the next, so a few show the same peak.
+        self.largest = self._notes.largest_step(lengths, self._measure)
+        return self.largest
+
+    def graph_bytes(self) -> int:
+        """Return how much memory of a device the graphs of steps keep: capture them over a pool of one block, because
+        where the KV lies does not change that, and drop them."""
+        platform = self._platform
+        if self._config.worker.enforce_eager or platform.make_capture() is None:
+            return 0
+        runner = self._warmed.make_runner(1)
+        kept = platform.kept_by(runner.record_ahead)
+        del runner
+        platform.return_freed()
+        log.info("graphs of steps keep %.2f GiB beside the KV pool", kept / (1 << 30))
+        return kept
+
+    def compute(self, runner: ModelRunner, kv_cache: KVCacheConfig) -> WarmUp:
+        """Compute steps of the sizes to come over the pool of ``runner``, after :meth:`compute_largest`. The seconds of
+        the result are those of the largest step."""
+        config, block_size, num_blocks = self._config, self._config.cache.block_size, kv_cache.num_blocks
+        assert self.largest is not None, "compute_largest comes first"
+        batches = decode_batches(config.scheduler, num_blocks)
+        if (found := self._notes.found) is not None:
+            # First steps of further sizes take hardly longer than later ones.
+            batches = [batch for batch in batches if batch <= FEW_ROWS]
+        with one_thread(self._is_small(sum(batches), self._warmed.model.num_layers)):
+            run_decode_steps(runner, batches, block_size)
+            if not self._platform.pool_is_on_host:
+                self._run_prompts(runner, kv_cache)
+        # How many steps it measures depends on their times, and all ranks must compute the same.
+        num_free = 0 if found is None else found.free_rows
+        if found is None and config.speculative is not None and self._warmed.is_alone:
+            num_free = free_rows(lambda count: runner.dummy_decode(count, block_size)[:1].cpu(), num_blocks)
+        self._notes.keep(num_free)
+        return WarmUp(
+            seconds=self.largest.seconds,
+            decode_batches=batches,
+            prefill_tokens=self.largest.num_tokens,
+            sampled_rows=batches[-1],
+            activation_bytes=self.largest.activation_bytes,
+            free_rows=num_free,
+            is_remembered=found is not None,
+        )
+
+    def _run_prompts(self, runner: ModelRunner, kv_cache: KVCacheConfig) -> None:
+        """Compute a prompt of one token and a long one, which have other kernels, and both with an empty adapter."""
+        block_size, loras = self._config.cache.block_size, self._warmed.loras
+        most, slots = self._config.scheduler.max_num_batched_tokens, kv_cache.num_blocks * block_size
+        for num_tokens in (1, min(most, slots, kv_cache.max_model_len)):
+            runner.dummy_run([num_tokens], block_size)
+            if loras is not None:
+                with loras.all_adapted(num_tokens):
+                    runner.dummy_run([num_tokens], block_size)
+
+    def _measure(self, lengths: list[int]) -> LargestStep:
+        """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
+
+        On a CPU it computes one token in all layers, which reads every weight, and the whole step in as many layers
+        as differ: each frees its activations before the next one, so the peak is the same in much less time.
+        One thread computes a small step.
+        """
+        platform, warmed, block_size = self._platform, self._warmed, self._config.cache.block_size
+        num_blocks = sum(-(-length // block_size) for length in lengths)
+        num_layers = num_differing_layers(warmed.model) if platform.pool_is_on_host else None
+
+        def run() -> None:
+            runner = warmed.make_runner(num_blocks)
+            if num_layers is not None:
+                runner.dummy_run([1], block_size)
+            logits = runner.dummy_run(lengths, block_size, num_layers)
+            if not platform.pool_is_on_host:  # drawing takes memory of the device, too
+                runner.dummy_sample(logits, _DRAWN)
+
+        started = time.perf_counter()
+        with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
+            peak = platform.peak_of(run) + self._row_bytes(sum(lengths))
+        # A device holds the whole pool, a host the pages that were written.
+        num_slots = sum(lengths) if platform.pool_is_on_host else num_blocks * block_size
+        kv_bytes = num_slots * (warmed.layers.written_bytes_per_token(num_layers) + warmed.draft_bytes_per_token)
+        kv_bytes += warmed.model.state_bytes
+        return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
+
+    def _is_small(self, num_tokens: int, num_layers: int) -> bool:
+        """Return whether one thread of the host computes so many tokens in so many layers in about half a second."""
+        return self._platform.pool_is_on_host and is_small_step(num_tokens, num_layers, self._warmed.model.hidden_size)
+
+    def _row_bytes(self, num_tokens: int) -> int:
+        """Return the size of rows of images, as float32, that stand for so many tokens; 0 if prompts have none."""
+        media, hidden_size = self._warmed.media, self._warmed.model.hidden_size
+        if media is not None and media.cross_rows:  # of one prompt at a time, with their keys and values
+            return 3 * media.cross_rows * hidden_size * 4
+        return 0 if media is None else num_tokens * media.levels * hidden_size * 4

@@ -28,7 +28,7 @@ from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, StateRun
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker import model_worker
+from tokenloom.gpu_worker import model_worker, warm_up
 from tokenloom.gpu_worker.cuda.step_graphs import row_buckets, token_buckets
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.layers import linear
@@ -116,7 +116,7 @@ def test_tokens_of_the_warm_up_are_none_that_experts_computed(monkeypatch, save_
     def replay(runner, batches, block_size):  # a graph that was captured while passes were recorded
         routes.on(worker._device).counts[0] += len(batches)
 
-    monkeypatch.setattr(model_worker, "run_decode_steps", replay)
+    monkeypatch.setattr(warm_up, "run_decode_steps", replay)
     worker.initialize_kv_cache(KVCacheConfig(num_blocks=16, max_model_len=128))
     assert not routes.counts().any()
     worker.shutdown()

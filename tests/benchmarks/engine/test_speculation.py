@@ -3,12 +3,12 @@
 import pytest
 
 from tokenloom.bench.engine.speculation import SpeculationOptions, run_speculation, table
-from tokenloom.gpu_worker import model_worker
+from tokenloom.gpu_worker import warm_up
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_worker, "free_rows", lambda run, most: 16)
+    monkeypatch.setattr(warm_up, "free_rows", lambda run, most: 16)
     rows = run_speculation(SpeculationOptions(DEMO_MODEL, num_drafts=6, num_tokens=40, rounds=1, threads=1))
     replayed, repeated, random_text, streams = rows
     assert 0.1 < replayed["accepted"] < 0.7

@@ -110,7 +110,7 @@ def test_memory_for_adapters_is_left_out_of_the_pool(
     monkeypatch.setattr(worker._platform, "kv_memory", lambda activations, _: asked.append(activations) or 0)
     worker.determine_available_memory()
     size = (adapter / "adapter_model.safetensors").stat().st_size
-    assert asked == [worker._largest.activation_bytes + copies * size]
+    assert asked == [worker._steps.largest.activation_bytes + copies * size]
     assert worker._loras._adapters[worker._loras.load(adapter).digest].nbytes > size * (copies - 0.5)
 
 

@@ -254,9 +254,9 @@ class HeldTable:
 
     def _begin(self, flow: ClientFlow, request: bytes, past: PastResponse | None) -> "HeldResponse | None":
         file_bytes = len(request) if len(request) > REQUEST_BYTES else 0
-        descriptor: int = flow.transport.get_extra_info("socket").fileno()
+        connection = flow.transport.get_extra_info("socket")
         try:
-            cookie, base = cookie_of(descriptor), num_taken(descriptor)
+            descriptor, cookie, base = connection.fileno(), cookie_of(connection), num_taken(connection)
             file = _file_of(request) if file_bytes else -1
         except OSError:  # a unix socket, or no memory or descriptor is left for a file
             return None
@@ -526,6 +526,16 @@ def _word_since(word: int, since: int) -> int:
     return word + (num_tokens << 2) + (since >> _SINCE_CHARS << 33)
 
 
+class SocketOptions(Protocol):
+    """Describes a socket, as a transport shows its own."""
+
+    def fileno(self) -> int: ...
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes: ...
+
+
+Descriptor = int | SocketOptions
+
 _NOT_REPEATED = frozenset((b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"x-request-id"))
 
 
@@ -551,13 +561,13 @@ def request_bytes(asked: AskedRequest, body: bytes | bytearray) -> bytes:
     return b"".join((*lines, body))
 
 
-def cookie_of(descriptor: int) -> int:
+def cookie_of(descriptor: Descriptor) -> int:
     """Return the kernel's name of a socket. Raises ``OSError``."""
     cookie: int = struct.unpack("@Q", _option(descriptor, socket.SOL_SOCKET, _SO_COOKIE, 8))[0]
     return cookie
 
 
-def num_taken(descriptor: int) -> int:
+def num_taken(descriptor: Descriptor) -> int:
     """Return how many bytes the kernel has taken from a TCP connection: those that its client has acknowledged, and
     those that are still queued. Raises ``OSError``."""
     while True:
@@ -592,13 +602,15 @@ def local_port(descriptor: int) -> int:
     return int(name[1]) if isinstance(name, tuple) else 0
 
 
-def _num_acknowledged(descriptor: int) -> int:
+def _num_acknowledged(descriptor: Descriptor) -> int:
     info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     count: int = struct.unpack_from("@Q", info, _ACKED_AT)[0]
     return count
 
 
-def _option(descriptor: int, level: int, name: int, size: int) -> bytes:
+def _option(descriptor: Descriptor, level: int, name: int, size: int) -> bytes:
+    if not isinstance(descriptor, int):
+        return descriptor.getsockopt(level, name, size)
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
     try:
         return connection.getsockopt(level, name, size)

@@ -148,10 +148,9 @@ class AnswerStream:
         self._turns = turns
         self._headers = headers
         self._slices = Slices()
-        self._outlet = self._write_now if is_direct else None
         self._is_direct = is_direct
-        if held is not None and isinstance(answer, HeldAnswer):
-            self._held, self._shaper, self._outlet = held, answer.answer, self._write_held
+        self._held = held
+        self._shaper = answer.answer if held is not None and isinstance(answer, HeldAnswer) else answer
         self._silent = silent
         self._silent_seconds = 0.0
         self._has_first = False  # whether the first events were sent
@@ -164,7 +163,7 @@ class AnswerStream:
         try:
             self._waits = True
             # An error before the head still gets its own status.
-            deltas = await self._generation.take(self._outlet if resumed is None else None)
+            deltas = await self._generation.take(self._outlet() if resumed is None else None)
             self._waits = False
             events = b""
             if not self._has_first:
@@ -239,8 +238,15 @@ class AnswerStream:
                 await exchange.write(events)
                 events, self._has_written = b"", True
             self._waits = True
-            deltas = await generation.take(self._outlet)
+            deltas = await generation.take(self._outlet())
             self._waits = False
+
+    def _outlet(self) -> Callable[[Delta], bool] | None:
+        """Return what writes output when it arrives; None: the task of the request does."""
+        # Not kept: what refers to this object would keep it, and itself, until the garbage collector runs.
+        if not self._is_direct:
+            return None
+        return self._write_now if self._held is None else self._write_held
 
     def _write_now(self, delta: Delta) -> bool:
         """Write output without waking the task of the request, if that takes no time and the connection has room."""
@@ -264,6 +270,7 @@ class AnswerStream:
         if delta.logprobs or not self._has_first:
             return self._write_now(delta)
         held = self._held
+        assert held is not None
         if held.flow.write_paused or held.flow.is_lost:
             return False
         self._generation.count(delta)

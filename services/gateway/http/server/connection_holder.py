@@ -423,6 +423,7 @@ class HeldProtocol(HttpProtocol):
     def _on_answered(self, exchange: HttpExchange, task: "asyncio.Task[None]") -> None:
         if exchange.held is not None:
             exchange.held.close()
+        exchange.hold = exchange.let_go = None  # they refer to it, and would keep it for the garbage collector
         super()._on_answered(exchange, task)
 
     def _let_go(self) -> None:

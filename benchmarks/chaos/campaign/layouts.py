@@ -158,7 +158,7 @@ def _of_campaign(spec: PartSpec, directory: Path, holds: bool) -> PartSpec:
     """Give each gateway a folder of its own for batches, and one that all share if they hold connections."""
     if spec.service != "gateway":
         return spec
-    flags = ("--batch-dir", str(directory / f"batches-{spec.index}"))
+    flags: tuple[str, ...] = ("--batch-dir", str(directory / f"batches-{spec.index}"))
     if holds:
         flags += ("--hold-connections", str(directory / "held"))
     return replace(spec, command=(*spec.command, *flags))

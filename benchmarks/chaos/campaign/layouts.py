@@ -160,7 +160,8 @@ def _of_campaign(spec: PartSpec, directory: Path, holds: bool) -> PartSpec:
         return spec
     flags: tuple[str, ...] = ("--batch-dir", str(directory / f"batches-{spec.index}"))
     if holds:
-        flags += ("--hold-connections", str(directory / "held"))
+        # With copies: until a gateway is back, an output processor may be killed too.
+        flags += ("--hold-connections", str(directory / "held"), "--journal-copies", "2")
     return replace(spec, command=(*spec.command, *flags))
 
 

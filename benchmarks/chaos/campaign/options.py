@@ -38,8 +38,8 @@ class ChaosOptions(Struct, frozen=True):
     ] = False
     hold_connections: Annotated[
         bool,
-        "Gateways hold their connections (--hold-connections): no request of a plain HTTP client is excused with its "
-        "gateway.",
+        "Gateways hold their connections and keep copies of requests (--hold-connections, --journal-copies 2): no "
+        "request of a plain HTTP client is excused with its gateway.",
     ] = False
     link_delay: Annotated[
         _Seconds,

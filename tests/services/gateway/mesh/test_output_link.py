@@ -13,7 +13,7 @@ from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.output_pool import RETRY_SECONDS
 from tokenloom.services.gateway.mesh.pending_request import MAX_WRONG
-from tokenloom.services.gateway.mesh.process_stream import ProcessStream
+from tokenloom.services.gateway.mesh.process_stream import ROWS_PER_TURN, ProcessStream
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
@@ -173,6 +173,21 @@ async def test_answers_that_begin_are_read_before_others_get_their_tokens() -> N
         assert [delta.text for delta in reader.result()] == ["x"]
         assert older.num_tokens(0) == 1
     assert older.num_tokens(0) == 2
+
+
+async def test_what_arrives_does_not_wait_for_all_rows_of_a_frame() -> None:
+    owner: Any = SimpleNamespace(vocab_size=9)
+    stream, collectors = ProcessStream(owner), [Collector(1) for _ in range(2 * ROWS_PER_TURN + 1)]
+    for slot, collector in enumerate(collectors):
+        target: Any = SimpleNamespace(first_index=0, collector=collector, num_samples=1, max_tokens=9)
+        stream.slots[slot] = target
+    for token_index in range(2):
+        slots = range(len(collectors))
+        frame = ProcessFrame(slot=slots, text=["a"] * len(slots), token_index=[token_index] * len(slots))
+        frame.token_ids.extend([5] * len(slots))
+        numbers = [sum(each.num_tokens(0) > token_index for each in collectors) for _ in stream.receive(frame)]
+        assert numbers == [ROWS_PER_TURN, 2 * ROWS_PER_TURN]
+        assert all(each.num_tokens(0) == token_index + 1 for each in collectors)
 
 
 async def test_a_frame_that_cannot_be_ends_its_stream_only(

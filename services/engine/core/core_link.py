@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FEWEST_OTHERS = 16
+"""With fewer outputs of others behind them, first tokens have no frame of their own: it costs each service as much as
+so many outputs."""
+
 CORE_DIED = "The engine failed; retry the request."
 
 
@@ -224,7 +228,11 @@ class CoreLink:
                 if (entry := self._live.get(key)) is not None:
                     entry[0].steps = steps
         changed: dict[StreamAttempts, None] = {}  # in the order of their first output
-        if rows and rows[0].prefill_stats is not None and rows[-1].prefill_stats is None:
+        if (
+            len(rows) > FEWEST_OTHERS
+            and rows[0].prefill_stats is not None
+            and rows[-FEWEST_OTHERS].prefill_stats is None
+        ):
             num_begun = next(index for index, row in enumerate(rows) if row.prefill_stats is None)
             changed = self._take(rows[:num_begun], now)
             try:

@@ -173,8 +173,9 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
             raise StreamNotNeeded("the stream is not needed any more")
 
     def receive(self, frame: pb.ProcessFrame) -> Iterator[None]:
-        """Hand a frame's columns to their collectors, and grant credit for it. Yields between the first tokens of
-        answers, which are at the beginning of a frame, and what follows them, and after every :data:`ROWS_PER_TURN`.
+        """Hand a frame's columns to their collectors, and grant credit for it. Yields after the first tokens of
+        answers, which are at the beginning of a frame, before what follows in this frame or in the next one, and after
+        every :data:`ROWS_PER_TURN`.
 
         Raises ``WrongFrame`` for columns that do not fit together, for tokens that the model does not have, and for
         output that a request cannot have.
@@ -212,6 +213,8 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
                 except WrongFrame as wrong:
                     self._drop(slot, target, wrong)
             start = end
+        if has_begun and not ending:
+            yield
         self._deal_ends(frame)
         has_ends = frame.finished or frame.found_slots or frame.engine_death_slots
         if rows or has_ends or frame.logprobs or frame.pooled:  # heartbeats need no credit

@@ -55,6 +55,11 @@ IDLE_SECONDS = 60.0
 keeping one costs both sides a few pings a second."""
 
 
+FEWEST_OTHERS = 16
+"""In a frame of no more rows, first tokens wait for the others: a frame of their own costs the gateway as much as so
+many rows."""
+
+
 _MAX_WRONG_ENGINES = 256
 """Limits the incarnations whose wrong frames are remembered."""
 
@@ -258,8 +263,8 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
             raise _StepHangs(f"step {self._step} lasts too long")
 
     def receive(self, frame: EngineFrame) -> Iterator[None]:
-        """Pass a frame to the attempts. Yields between first tokens, which are at the beginning of a frame, and the
-        tokens of other requests, so that the gateway has the former before the latter become text."""
+        """Pass a frame to the attempts. Yields after first tokens, which are at the beginning of a frame, so that the
+        gateway has them before the tokens of others, of this frame or of the next one, become text."""
         # The number of the step shows that the core works, and a frame only that its front does: heartbeats go on while
         # the core hangs. A paused engine takes no steps on purpose.
         if frame.step != self._step or frame.paused:
@@ -302,7 +307,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         logprobs = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         start, has_begun = 0, False
         for slot, index, count in zip(slots, frame.token_index, counts, strict=True):
-            if has_begun and index:
+            if has_begun and index and len(slots) > FEWEST_OTHERS:
                 yield
             has_begun = not index
             if (attempt := self.slots.get(slot)) is not None:
@@ -312,6 +317,8 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
                 except WrongFrame as wrong:
                     self._drop(attempt, wrong)
             start += count
+        if has_begun and not frame.finished:  # an end and the tokens before it share a frame
+            yield
 
     def _deal_prompts(self, logprobs: Sequence[SlotLogprobs]) -> dict[int, SlotLogprobs]:
         """Pass the log probabilities of prompts to the attempts, and return those of output tokens by slot."""

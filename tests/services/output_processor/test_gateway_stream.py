@@ -19,6 +19,7 @@ from tokenloom.request import errors
 from tokenloom.request.packed_ids import pack
 from tokenloom.services.output_processor import gateway_stream
 from tokenloom.services.output_processor.gateway_stream import own_copy
+from tokenloom.services.output_processor.placement.engine_link import FEWEST_OTHERS
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.streams import slotted_stream as server_stream
@@ -53,12 +54,21 @@ async def test_tokens_become_text_and_the_end_says_what_was_used(mesh: Mesh) -> 
 
 async def test_a_first_token_is_sent_before_the_tokens_of_others_become_text(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
-    stream, slots = await mesh.started(gateway, *(submit(number) for number in range(1, 5)))
-    stream.send(*((slot, 0, [5]) for slot in slots[:2]))
-    assert list((await gateway.next_frame()).slot) == [1, 2]
-    stream.send((slots[2], 0, [5]), (slots[3], 0, [6]), (slots[0], 1, [7]), (slots[1], 1, [8]))
-    assert list((await gateway.next_frame()).slot) == [3, 4]
-    assert list((await gateway.next_frame()).slot) == [1, 2]
+    numbers = list(range(1, FEWEST_OTHERS + 3))
+    stream, slots = await mesh.started(gateway, *map(submit, numbers))
+    stream.send(*((slot, 0, [5]) for slot in slots[2:]))
+    assert list((await gateway.next_frame()).slot) == numbers[2:]
+    stream.send(*((slot, 0, [5]) for slot in slots[:2]), *((slot, 1, [7]) for slot in slots[2:]))
+    assert list((await gateway.next_frame()).slot) == numbers[:2]
+    assert list((await gateway.next_frame()).slot) == numbers[2:]
+
+
+async def test_a_first_token_is_sent_before_the_next_frame_becomes_text(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (first, second) = await mesh.started(gateway, submit(1), submit(2))
+    stream.send((first, 0, [5]))  # both frames are here before either is read
+    stream.send((second, 0, [6]))
+    assert [list((await gateway.next_frame()).slot) for _ in range(2)] == [[1], [2]]
 
 
 @pytest.mark.parametrize("is_old", [False, True])

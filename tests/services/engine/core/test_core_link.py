@@ -18,7 +18,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.engine.core.core_link import CoreLink
+from tokenloom.services.engine.core.core_link import FEWEST_OTHERS, CoreLink
 from tokenloom.services.engine.records.attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.service import running
@@ -84,10 +84,12 @@ async def distribute(*outputs: EngineCoreOutput) -> list[str]:
 
 async def test_first_tokens_are_written_before_the_tokens_of_others_are_distributed() -> None:
     first = [EngineCoreOutput(name, [5], prefill_stats=PrefillStats(1, 0, 0, 0)) for name in ("new", "newer")]
-    others = [EngineCoreOutput(name, [5], 3) for name in "ab"]
+    names = [f"r{number}" for number in range(FEWEST_OTHERS)]
+    others = [EngineCoreOutput(name, [5], 3) for name in names]
     assert await distribute(*first, *others) == [
         *("new", "newer", "first tokens are written"),
-        *("a", "b", "the rest is written"),
+        *(*names, "the rest is written"),
     ]
     assert await distribute(*first) == ["new", "newer", "the rest is written"]
-    assert await distribute(*others) == ["a", "b", "the rest is written"]
+    assert await distribute(*others) == [*names, "the rest is written"]
+    assert await distribute(*first, *others[1:]) == ["new", "newer", *names[1:], "the rest is written"]

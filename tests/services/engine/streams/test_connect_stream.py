@@ -12,6 +12,7 @@ from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.engine.core.core_link import FEWEST_OTHERS
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.services.runtime.streams import slotted_stream as server_stream
@@ -120,18 +121,21 @@ class TestSteps:
         assert received.token_ids[1] == expected_tokens([1, 2], len(received.token_ids[1]), VOCAB_SIZE)
 
     async def test_a_first_token_has_a_frame_before_the_other_tokens_of_its_step(self, socket_dir: Path) -> None:
-        async with running_engine(make_settings(socket_dir)) as host, Peer(host.address) as peer:
-            await peer.send(make_add(1, [1, 2], 2000))
-            await peer.read_tokens()
-            await peer.send(make_add(2, [3], 2))
-            await peer.read_until_finished([2])
+        others = range(1, FEWEST_OTHERS + 1)
+        async with running_engine(make_settings(socket_dir, max_num_seqs=32)) as host, Peer(host.address) as peer:
+            await peer.send(*(make_add(slot, [slot, 2], 2000) for slot in others))
+            while set(peer.received.token_ids) < set(others):
+                await peer.read_tokens()
+            await peer.send(make_add(99, [3], 2))
+            await peer.read_until_finished([99])
             frames = peer.received.frames
-            (number,) = [at for at, frame in enumerate(frames) if 2 in frame.slot and 0 in frame.token_index]
+            (number,) = [at for at, frame in enumerate(frames) if 99 in frame.slot and 0 in frame.token_index]
             while len(frames) < number + 2:
                 await peer.read()
         first, rest = frames[number : number + 2]
-        assert list(first.slot) == [2]
-        assert (rest.step, rest.slot[0]) == (first.step, 1)
+        assert list(first.slot) == [99]
+        assert rest.step == first.step
+        assert set(rest.slot) == set(others)
 
     async def test_stop_tokens_end_a_request(self, peer: Peer) -> None:
         tokens = expected_tokens([7, 8], 4, VOCAB_SIZE)

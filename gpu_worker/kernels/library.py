@@ -392,6 +392,15 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" and _is_installed()
 
 
+_FP8_CAPABILITY = (8, 9)
+"""Of the first GPUs whose tensor cores multiply 8-bit floats (Ada); Hopper has 9.0."""
+
+
+def computes_fp8(device: torch.device) -> bool:
+    """Return whether this is a GPU whose tensor cores multiply 8-bit floats."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+
+
 @functools.cache
 def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None

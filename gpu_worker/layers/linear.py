@@ -27,7 +27,7 @@ from ..checkpoint.quantization.fp8 import PackedFloats
 from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
-from ..kernels.library import uses_triton
+from ..kernels.library import computes_fp8, uses_triton
 from ..parallel.group import ALONE, RankGroup
 from ..parallel.sharding import Dimension, length, total
 from .fp8_linear import MULTIPLE, Fp8Linear, WidenedLinear, can_round, round_weight
@@ -319,10 +319,10 @@ def make_packed(
 ) -> Linear | None:
     """Make one layer of weights that are stored in few bits, and whose outputs follow each other, which keeps them so;
     None if no kernel fits all of them. ``cuts``: the outputs and inputs of each that this rank has; None: all."""
-    if device.type != "cpu":
-        return None  # the kernels would read the device's addresses as the host's
     cuts = [each.shape for each in packed] if cuts is None else cuts
     partial = join.bias(bias, cuts[0][1])
+    if device.type != "cpu":  # the kernels would read the device's addresses as the host's
+        return _make_fp8(packed, partial, device, cuts)
     floats = [(each.floats(), cut) for each, cut in zip(packed, cuts, strict=True) if isinstance(each, PackedFloats)]
     weights = [each.part(*cut) for each, cut in floats if each is not None]
     try:
@@ -334,6 +334,27 @@ def make_packed(
         if device.type != "meta":
             warn_unavailable(f"quantized layers are unpacked at load: {error}")
         return None
+
+
+def _make_fp8(
+    packed: Sequence[PackedWeight], bias: Tensor | None, device: torch.device, cuts: Sequence[Cut]
+) -> Linear | None:
+    """Make a layer of 8-bit floats with a scale for each output, as they are stored, for the tensor cores of a GPU;
+    None: it has none for them, or the weights are not made for that."""
+    # A rank with a part of the inputs would have to know the largest of a row, which others may not compute.
+    if not isinstance(cuts[0][1], int) or not computes_fp8(device):
+        return None
+    floats = [each.floats() for each in packed if isinstance(each, PackedFloats) and each.rounds_inputs]
+    weights = [each for each in floats if each is not None and each.scales.shape[1] == 1]
+    if len(weights) < len(packed):
+        return None
+    pairs = list(zip(weights, cuts, strict=True))
+    # As bytes: torch joins no 8-bit floats.
+    values = _merge([take_part(each.values.view(torch.uint8), cut) for each, cut in pairs])
+    scales = _merge([take_part(each.scales, (cut[0], 1)) for each, cut in pairs]).flatten()
+    if not can_round(values):
+        return None
+    return Fp8Linear(values.to(device).view(torch.float8_e4m3fn), bias, scales.to(device))
 
 
 def _make_by_row(packed: Sequence[PackedWeight], bias: Tensor | None, cuts: Sequence[Cut], join: Join) -> Linear | None:

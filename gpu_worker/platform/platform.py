@@ -17,7 +17,7 @@ from ..checkpoint.local_config import check_apart, check_host
 from ..cuda.step_tensors import Capture, GraphCapture, StepTools
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
 from ..device.device_link import CUDALink
-from ..kernels.library import uses_triton
+from ..kernels.library import computes_fp8, uses_triton
 from ..kv_connector.device_pool import CudaIpc, copy_with_torch, make_device_pool
 from ..sampler.device.device_sampler import DeviceSampler
 
@@ -161,10 +161,6 @@ def check_device(config: EngineConfig, platform: Platform) -> None:
         )
 
 
-_FP8_CAPABILITY = (8, 9)
-"""Of the first GPUs whose tensor cores multiply 8-bit floats (Ada); Hopper has 9.0."""
-
-
 class CUDAPlatform:
     """Fulfils :class:`~.platform.Platform` for one GPU."""
 
@@ -234,7 +230,7 @@ class CUDAPlatform:
 
     @property
     def computes_fp8(self) -> bool:
-        return torch.cuda.get_device_capability(self.device) >= _FP8_CAPABILITY
+        return computes_fp8(self.device)
 
     @property
     def hardware(self) -> str:

@@ -268,7 +268,7 @@ class PackedWeight(Protocol):
 
     @property
     def rounds_inputs(self) -> bool:
-        """Return whether the checkpoint was made for inputs that are rounded to int8 row by row."""
+        """Return whether the checkpoint was made for inputs that are rounded to 8 bits row by row."""
 
     def rows(self, first: int, last: int) -> Tensor:
         """Return the rows from ``first``, a multiple of ``ROW_STEP``, up to ``last``: [last - first, in] float32."""

@@ -43,7 +43,8 @@ def _find(entries: CompressedTensors, files: TensorFiles, layer: str) -> Found:
     else:
         parts["weight"] = f"{layer}.weight"
         if entries.format == "float-quantized":
-            weight = find_floats(files, parts["weight"], parts["weight_scale"], entries.block)
+            names = parts["weight"], parts["weight_scale"]
+            weight = find_floats(files, *names, entries.block, entries.rounds_inputs)
             # Scales are by tensor, output or block: inputs in groups of their own would be swallowed.
             read_order(files, parts["weight_g_idx"], weight.shape[1], 1)
         else:
@@ -96,7 +97,7 @@ def _integers(entries: CompressedTensors, files: TensorFiles, parts: Mapping[str
         order = None
     names = parts["weight"], parts["weight_scale"], zeros
     return PackedIntegers(
-        files, *names, (outputs, inputs), group if order is None else None, order, entries.int8_inputs
+        files, *names, (outputs, inputs), group if order is None else None, order, entries.rounds_inputs
     )
 
 

@@ -196,8 +196,8 @@ class CompressedTensors:
     symmetric: bool
     block: tuple[int, int] | None
     """How many outputs and inputs share a scale of an FP8 weight; None: the scale's shape says tensor or channel."""
-    int8_inputs: bool
-    """Whether the checkpoint was made for inputs in int8."""
+    rounds_inputs: bool
+    """Whether the checkpoint was made for inputs of 8 bits, int8 or floats as its weights are."""
 
     @property
     def name(self) -> str:
@@ -239,13 +239,15 @@ def _read_group(group: ConfigReader, outer_format: Any) -> CompressedTensors:
     if weights is None:
         raise group.error("weights", "must be an object")
     declared = group.take("format") or outer_format
-    scheme = _read_weights(weights, group, declared, int8_inputs=bool(activations))
+    scheme = _read_weights(weights, group, declared, rounds_inputs=bool(activations))
     weights.refuse_rest()
     group.refuse_rest()
     return scheme
 
 
-def _read_weights(weights: ConfigReader, group: ConfigReader, declared: Any, *, int8_inputs: bool) -> CompressedTensors:
+def _read_weights(
+    weights: ConfigReader, group: ConfigReader, declared: Any, *, rounds_inputs: bool
+) -> CompressedTensors:
     bits, kind = weights.take_int("num_bits", 8), weights.take("type", "int")
     stored: Format
     match declared, kind, bits:
@@ -270,7 +272,7 @@ def _read_weights(weights: ConfigReader, group: ConfigReader, declared: Any, *, 
         raise weights.error("strategy", f"must be one of {', '.join(allowed)}")
     size = weights.take_int("group_size") if strategy == "group" else -1
     symmetric = weights.take_bool("symmetric", True)
-    return CompressedTensors(stored, bits, size, symmetric, block, int8_inputs and stored == "int-quantized")
+    return CompressedTensors(stored, bits, size, symmetric, block, rounds_inputs and stored != "pack-quantized")
 
 
 Scheme = Gptq | Awq | CompressedTensors | Fp8 | Mxfp4

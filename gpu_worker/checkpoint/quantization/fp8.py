@@ -1,7 +1,7 @@
 """Reads FP8 weights, with one scale for the tensor, for each output channel, or for each block of outputs and inputs.
 
-Only the weights are read as 8-bit floats: activations keep the model's dtype, which is more precise than the FP8
-activations that some of these checkpoints were made for.
+Activations keep the model's dtype, which is more precise than the FP8 activations that some of these checkpoints were
+made for. Only on GPUs whose tensor cores multiply 8-bit floats are those of such checkpoints rounded.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ class PackedFloats:
     shape: tuple[int, int]
     block: tuple[int, int]
     """How many outputs and inputs share a scale."""
+    rounds_inputs: bool
     bits: int = 8
     group: None = None
     has_offsets: bool = False
-    rounds_inputs: bool = False
 
     def rows(self, first: int, last: int) -> Tensor:
         by_row, inputs = self._scales(first, last), self.block[1]
@@ -70,11 +70,13 @@ def find_fp8(entries: Fp8, files: TensorFiles) -> Mapping[str, Found]:
         for name in [name.removesuffix(suffix) for name in files.names if name.endswith(ending)]:
             layer = name.removesuffix(".weight")
             parts = (name, f"{name}{suffix}", f"{layer}.input_scale", f"{layer}.activation_scale")
-            found[name] = Found(find_floats(files, name, f"{name}{suffix}", entries.block), parts)
+            found[name] = Found(find_floats(files, name, f"{name}{suffix}", entries.block, True), parts)
     return found
 
 
-def find_floats(files: TensorFiles, weight: str, scale: str, block: tuple[int, int] | None) -> PackedFloats:
+def find_floats(
+    files: TensorFiles, weight: str, scale: str, block: tuple[int, int] | None, rounds_inputs: bool
+) -> PackedFloats:
     """Return the FP8 weight with its scale. Raises ``ValueError`` if the scale has another shape."""
     outputs, inputs = shape = part_shape(files, weight)
     found = part_shape(files, scale)
@@ -85,4 +87,4 @@ def find_floats(files: TensorFiles, weight: str, scale: str, block: tuple[int, i
     elif block is None or found != (-(-outputs // block[0]), -(-inputs // block[1])):
         wanted = "one for the tensor or one for each output" + (f" or for each block of {list(block)}" if block else "")
         raise ValueError(f"{scale} has shape {list(found)}: the weight is {list(shape)}, a scale must be {wanted}")
-    return PackedFloats(files, weight, scale, (outputs, inputs), block)
+    return PackedFloats(files, weight, scale, (outputs, inputs), block, rounds_inputs)

@@ -241,7 +241,7 @@ def _list(base, vocab, begin, end, listed, largest, rate, least, BY_MASS: tl.con
             tl.store(listed + place, at, mask=is_in & (place < WIDTH))
         count += here
     tl.debug_barrier()
-    measure = count.to(tl.int64)
+    measure = tl.full((), 0, tl.int64) + count
     if BY_MASS:
         measure = tl.sum(sums, 0)
     return count, measure

@@ -23,6 +23,7 @@ from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, Speculat
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
@@ -60,6 +61,44 @@ def test_stored_quantized_weights_are_read_by_no_kernel_of_the_host(
     name: str, tmp_path: Path, on_cuda: torch.device
 ) -> None:
     same(*formats.write(tmp_path / "model", *FORMATS[name]), on_cuda)
+
+
+@pytest.mark.parametrize(
+    ("name", "stay"),
+    [
+        ("compressed fp8, by channel", True),
+        ("compressed fp8, by tensor", True),
+        ("fp8, by tensor", True),
+        ("compressed fp8, by block", False),
+        ("fp8, by block", False),
+        ("w4a16", False),
+    ],
+)
+def test_stored_8_bit_floats_stay_so_on_a_gpu_that_multiplies_them(
+    name: str, stay: bool, tmp_path: Path, on_cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs are rounded too, as for weights that are rounded at load."""
+    made = list[linear.Fp8Linear]()
+    make = linear.Fp8Linear
+    monkeypatch.setattr(linear, "computes_fp8", lambda device: True)
+    monkeypatch.setattr(linear, "Fp8Linear", lambda *arguments: made.append(make(*arguments)) or made[-1])
+    quantized, plain = formats.write(tmp_path / "model", *FORMATS[name])
+    found, expected = compute(quantized, on_cuda).cpu(), compute(plain, CPU)
+    num_layers = load_model(plain, "bfloat16", CPU, make_ops("torch", CPU)).config.num_layers
+    assert len(made) == (4 * num_layers if stay else 0), "QKV, output, gates and up, down"
+    assert all(layer.stored[0].element_size() == 1 and layer.stored[0].device == CUDA for layer in made)
+    assert (found - expected).norm() / expected.norm() < (0.1 if stay else 0.02)
+
+
+def test_inputs_that_a_checkpoint_does_not_round_are_not_rounded(
+    tmp_path: Path, on_cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "computes_fp8", lambda device: True)
+    monkeypatch.setattr(linear, "Fp8Linear", None)
+    quantize, config = FORMATS["compressed fp8, by channel"]
+    (group,) = config["config_groups"].values()
+    config = config | {"config_groups": {"group_0": group | {"input_activations": None}}}
+    same(*formats.write(tmp_path / "model", quantize, config), on_cuda)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -119,5 +119,6 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Provide a GPU on which PyTorch computes, without Triton."""
     for module in (attention_backends, experts, fp8_linear, linear, ops_choice, slots):
         monkeypatch.setattr(module, "uses_triton", lambda device: False)
+    monkeypatch.setattr(linear, "computes_fp8", lambda device: False)
     with OnCuda():
         yield CUDA

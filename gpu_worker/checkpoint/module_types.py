@@ -84,6 +84,8 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _OTHER_TASKS = {
     "Qwen2_5OmniModel": "it reads images, sound and video, and speaks",
     "UltravoxModel": "it reads sound",
+    "VoxtralForConditionalGeneration": "its prompts are written by the package mistral-common alone, from tekken.json "
+    "and from the sound itself",
     "ForConditionalGeneration": "it reads images or sound, or has an encoder",
     "ForSequenceClassification": "it classifies texts",
     "ForTokenClassification": "it classifies tokens",

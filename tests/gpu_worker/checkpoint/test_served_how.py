@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other images": (of("MllamaForConditionalGeneration", "mllama"), "reads images or sound"),
     "sound and speech": (of("Qwen2_5OmniModel", "qwen2_5_omni"), "it reads images, sound and video, and speaks"),
     "other sound": (of("UltravoxModel", "ultravox"), "it reads sound"),
+    "Voxtral": (of("VoxtralForConditionalGeneration", "voxtral"), "written by the package mistral-common alone"),
     "a method": (LLAMA | {"quantization_config": {"quant_method": "exl3"}}, "'exl3' is not supported"),
     "a rope": (
         LLAMA | {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},

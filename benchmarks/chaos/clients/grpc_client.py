@@ -5,18 +5,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom.client import AsyncClient, Logprob, errors
+from tokenloom.client import AsyncClient, Logprob, Retries, errors
 
 from . import failure
 from .answer import Answer, Sample
 from .exchange import Exchange
 
+_MAX_RETRIES = 100
+"""Of one request: its deadline ends it. A gateway of a busy machine may take a minute to start."""
 _AGAIN_SECONDS = 1.0
 """After which a session whose gateway is away is opened again."""
 
 
 class GrpcClient:
-    """Holds one client for each gateway; each retries and resumes as it does for its users."""
+    """Holds one client for each gateway; each retries until the deadline, and resumes as it does for its users."""
 
     name = "gRPC client"
     transport = "grpc"
@@ -26,7 +28,7 @@ class GrpcClient:
 
     def __init__(self, gateways: Sequence[str]) -> None:
         """``gateways``: their gRPC addresses."""
-        self._clients = [AsyncClient(address) for address in gateways]
+        self._clients = [AsyncClient(address, retries=Retries(_MAX_RETRIES)) for address in gateways]
 
     async def send(self, exchange: Exchange) -> None:
         try:

@@ -10,9 +10,10 @@ from .kernels.library import load_int8, load_quantized
 from .parallel.sharding import RankPlace
 from .platform.platform import Platform
 
-_SUMS = "sums2"
+_SUMS = "sums3"
 """How kernels of batch-invariant engines compute a token's sums: another name when a change of theirs changes bits.
-The second: exponentials of many rows by other polynomials."""
+The second: exponentials of many rows by other polynomials. The third: many rows over keys and values of 8 bits in pairs
+of bfloat16."""
 
 
 def input_rounding() -> str:

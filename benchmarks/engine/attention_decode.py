@@ -8,8 +8,9 @@ checkpoint, and whole decode steps are compared, with ``--threads`` above one by
 
     python -m tokenloom.bench.engine.attention_decode MODEL --context 32768 --chunk 512
 
-measures the attention of the last 512 tokens of a prompt instead, as a share of the rate at which the model's MLP
-multiplies as many rows, measured before and after. ``--level`` limits the processor's instructions.
+measures the attention of the last 512 tokens of a prompt instead, with both dtypes of the KV cache, as a share of the
+rate at which the model's MLP multiplies as many rows, measured before and after. ``--level`` limits the processor's
+instructions.
 
     python -m tokenloom.bench.engine.attention_decode --latent-heads 16 128 --threads 2
 
@@ -349,7 +350,7 @@ def main() -> None:
     compare: Callable[[int, int, int], dict[str, Any]]
     if arguments.chunk:
         config = load_model_config(arguments.model, arguments.dtype)
-        compare = partial(_chunk_row, config, arguments.chunk)
+        compare = partial(_chunk_rows, config, arguments.chunk)
     elif arguments.whole_step:
         ops = make_ops("auto", torch.device("cpu"))
         compare = partial(compare_steps, load_model(arguments.model, arguments.dtype, ops=ops))
@@ -359,8 +360,10 @@ def main() -> None:
         print(json.dumps(compare(requests, arguments.context, arguments.pairs)))
 
 
-def _chunk_row(config: ModelConfig, tokens: int, requests: int, context: int, pairs: int) -> dict[str, Any]:
-    return measure_chunk(config, requests, context, tokens, pairs)
+def _chunk_rows(config: ModelConfig, tokens: int, requests: int, context: int, pairs: int) -> dict[str, Any]:
+    """Return what :func:`measure_chunk` does, by the dtype of the KV cache."""
+    configs = {dtype: replace(config, kv_cache_dtype=dtype) for dtype in KV_DTYPES}
+    return {dtype: measure_chunk(each, requests, context, tokens, pairs) for dtype, each in configs.items()}
 
 
 class _Theirs:

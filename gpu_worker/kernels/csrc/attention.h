@@ -93,9 +93,14 @@ struct NextStep {
   template <class T>
   void fetch(const Args& a, const int32_t* table, int head, int position, int count) const {
     for (int t = position + count * part / parts; t < std::min(position + count * (part + 1) / parts, end); ++t) {
-      const T* keys = kv_row<T>(a, a.key, table, head, t);
-      prefetch(keys, D * sizeof(T));
-      prefetch((const T*)a.value + (keys - (const T*)a.key), D * sizeof(T));
+      if constexpr (READS_INT8) {
+        prefetch(int8_rows(a, a.key, table, head, t).numbers, D);
+        prefetch(int8_rows(a, a.value, table, head, t).numbers, D);
+      } else {
+        const T* keys = kv_row<T>(a, a.key, table, head, t);
+        prefetch(keys, D * sizeof(T));
+        prefetch((const T*)a.value + (keys - (const T*)a.key), D * sizeof(T));
+      }
     }
   }
 };

@@ -6,7 +6,7 @@
 #include "amx.h"
 #include "attention_pair_rows.h"
 
-#if defined(HAS_AMX) && defined(ATTEND_IN_PAIRS)
+#if defined(HAS_AMX) && defined(ATTEND_IN_PAIRS) && !defined(KV_INT8)
 #define ATTEND_WITH_AMX 1
 #include <algorithm>
 

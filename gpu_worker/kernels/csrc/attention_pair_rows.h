@@ -4,7 +4,7 @@
 #include "attention.h"
 #include "bf16_pairs.h"
 
-#if defined(HAS_BF16_PAIRS) && HEAD_SIZE % 32 == 0 && !defined(KV_INT8)
+#if defined(HAS_BF16_PAIRS) && HEAD_SIZE % 32 == 0
 #define ATTEND_IN_PAIRS 1
 #include <algorithm>
 

@@ -3,6 +3,9 @@
 //
 // Keys meet queries in pairs of elements and are read where they lie. Values meet the softmax's weights, rounded to
 // bfloat16, in pairs of positions and are copied for that, once for all rows. Sums are float32.
+//
+// Numbers of 8 bits are exact in bfloat16, so their products are too: keys are copied like values, and the scales of
+// both are multiplied with the scores and the weights.
 #pragma once
 #include "attention_pair_rows.h"
 #include "dot_bf16.h"
@@ -13,7 +16,7 @@ namespace {
 // Up to V * 16 rows, one of several such tiles that a thread computes side by side.
 template <int V>
 class PairTile {
-  static constexpr int R = V * LANES;
+  static constexpr int R = V * LANES, COPIED = READS_INT8 ? PAIR_TILE : 1;
 
  public:
   static constexpr int ROWS = R, POSITIONS = PAIR_TILE;  // of a step
@@ -23,9 +26,12 @@ class PairTile {
     PairScores<V> scores;
     alignas(64) uint32_t shares[PAIR_TILE / PAIR][R];            // pairs of positions: the softmax's weights
     alignas(64) uint32_t values[VECS][PAIR_TILE / PAIR][LANES];  // likewise: of a step, for all tiles
+    alignas(64) BF16 keys[COPIED][D];                            // of 8 bits, and the scales of both
+    alignas(64) float key_scales[COPIED], value_scales[COPIED];
 
     void read(const Args& a, const int32_t* table, int head, int start, int end) {
       const int count = std::min(PAIR_TILE, end - start);
+      if constexpr (READS_INT8) return widen(a, table, head, start, count);
       for (int t = 0; t < count; t += PAIR) {
         const BF16* row = kv_row<BF16>(a, a.value, table, head, start + t);
         for (int i = 0; i < VECS; i += 2) {
@@ -34,6 +40,24 @@ class PairTile {
           _mm512_store_si512(values[i][t / PAIR], interleave(even, odd, 0));
           _mm512_store_si512(values[i + 1][t / PAIR], interleave(even, odd, 1));
         }
+      }
+    }
+
+    void widen(const Args& a, const int32_t* table, int head, int start, int count) {
+      for (int c = 0; c < count; c += RUN) {
+        const Int8Rows key = int8_rows(a, a.key, table, head, start + c);
+        const Int8Rows value = int8_rows(a, a.value, table, head, start + c);
+        const int n = std::min(RUN, count - c);
+        store(&key_scales[c], load(key.scales, n));
+        store(&value_scales[c], load(value.scales, n));
+        for (int t = 0; t < n; ++t)
+          for (int i = 0; i < VECS; ++i) store(&keys[c + t][i * LANES], load(key.numbers + t * D + i * LANES));
+        for (int t = 0; t < n; t += PAIR)
+          for (int i = 0; i < VECS; ++i) {
+            const int8_t* row = value.numbers + t * D + i * LANES;
+            const VecInt words = pairs_of(load(row), t + 1 < n ? load(row + D) : Vec{});
+            memcpy(values[i][(c + t) / PAIR], &words, sizeof words);
+          }
       }
     }
   };
@@ -86,9 +110,13 @@ class PairTile {
     for (int t = 0; t < count; t += AT_ONCE) {
       // Without fetching, attention over 8,192 positions had 57 % of these products' rate, with it 73 %.
       next.fetch<BF16>(a, table, head, start + PAIR_TILE + t, AT_ONCE);
-      const BF16* keys = kv_row<BF16>(a, a.key, table, head, start + t);
+      const BF16* keys = READS_INT8 ? shared.keys[t % COPIED] : kv_row<BF16>(a, a.key, table, head, start + t);
       multiply<true>(&shared.scores.of[t], lanes.query, D / PAIR, (const uint32_t*)keys, D / PAIR, 1);
     }
+    if constexpr (READS_INT8)
+      for (int t = 0; t < count; ++t)
+        for (int i = 0; i < R; i += LANES)
+          store(&shared.scores.of[t][i], load(&shared.scores.of[t][i]) * shared.key_scales[t]);
   }
 
   // Scores become the softmax's weights; what was summed so far shrinks as the largest score grows.
@@ -98,10 +126,17 @@ class PairTile {
       if (lanes.grows(i, now)) shrink(i, now);
       Vec total = {};
       for (int p = 0; p < pairs; ++p) {
-        const Vec low = lanes.weight(shared.scores, PAIR * p, i, least);
-        const VecInt words = pairs_of(low, lanes.weight(shared.scores, PAIR * p + 1, i, least));
+        Vec low = lanes.weight(shared.scores, PAIR * p, i, least);
+        Vec high = lanes.weight(shared.scores, PAIR * p + 1, i, least);
+        if constexpr (READS_INT8) {
+          total += low + high;
+          low *= shared.value_scales[PAIR * p];
+          high *= shared.value_scales[PAIR * p + 1];
+        }
+        const VecInt words = pairs_of(low, high);
         memcpy(&shared.shares[p][i * LANES], &words, sizeof words);
-        total = add_dot(total, (VecBits)words, ONES);  // what the values are multiplied with, as it was rounded
+        // What the values are multiplied with, as it was rounded.
+        if constexpr (!READS_INT8) total = add_dot(total, (VecBits)words, ONES);
       }
       lanes.weights[i] += total;
     }

@@ -56,7 +56,7 @@ class Tile {
 
   // Adds the positions of a step, which begins before `end`: the rows see nothing from there on.
   void step(Shared& shared, const int32_t* table, int head, int start, int end, const NextStep& next) {
-    if constexpr (!READS_INT8) next.fetch<T>(a, table, head, start + TILE, TILE);
+    next.fetch<T>(a, table, head, start + TILE, TILE);
     for (int t = 0; t + UNROLL <= TILE; t += UNROLL) score<UNROLL>(shared, t);
     if constexpr (TILE % UNROLL) score<TILE % UNROLL>(shared, TILE - TILE % UNROLL);
     if (!all_seen(start, end)) hide(shared, start, end);

@@ -17,7 +17,7 @@ from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.model_files.checkpoint import weights_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.engine import engine_admin as weights
+from tokenloom.services.engine import weights
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_PAUSED

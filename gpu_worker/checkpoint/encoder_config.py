@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..parallel.sharding import RankPlace
 from .files.config_reader import ConfigReader
-from .files.supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, STATIC, EncoderFamily
+from .files.supported import CLASS_HEAD, ENCODERS, STATIC, EncoderFamily
+from .layer_kinds import read_activation
 from .load_config import num_classes, read_dtype
 from .model_config import DtypeName, as_torch
 from .rope_config import RopeConfig, read_rope_by_kind
@@ -124,7 +125,7 @@ def _bert_entries(reader: ConfigReader, family: EncoderFamily) -> dict[str, Any]
     return {
         "max_model_len": reader.take_int("max_position_embeddings", 512) - first,
         "norm_eps": reader.take_float("layer_norm_eps", 1e-12),
-        "hidden_act": _activation(reader, "hidden_act"),
+        "hidden_act": read_activation(reader, "hidden_act", "gelu"),
         "num_token_types": reader.take_int("type_vocab_size", 2),
         "first_position": first,
     }
@@ -148,20 +149,13 @@ def _modernbert_entries(reader: ConfigReader, shared: dict[str, Any]) -> dict[st
     return {
         "max_model_len": max_model_len,
         "norm_eps": reader.take_float("norm_eps", 1e-5),
-        "hidden_act": _activation(reader, "hidden_activation"),
+        "hidden_act": read_activation(reader, "hidden_activation", "gelu"),
         "windows": tuple(window if kind == _SLIDING else None for kind in kinds),
         "ropes": tuple(ropes[kind] for kind in kinds),
         "attention_bias": reader.take_bool("attention_bias", False),
         "mlp_bias": reader.take_bool("mlp_bias", False),
         "norm_bias": reader.take_bool("norm_bias", False),
         "head_bias": reader.take_bool("classifier_bias", False),
-        "head_act": _activation(reader, "classifier_activation"),
+        "head_act": read_activation(reader, "classifier_activation", "gelu"),
         "head_pools_mean": reader.take("classifier_pooling", "cls") == "mean",
     }
-
-
-def _activation(reader: ConfigReader, name: str) -> str:
-    activation = reader.take(name) or "gelu"
-    if activation not in ACTIVATION_NAMES:
-        raise reader.unsupported(name, f"is not supported: must be one of {', '.join(ACTIVATION_NAMES)}")
-    return str(activation)

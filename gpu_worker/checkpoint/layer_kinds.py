@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .files.config_reader import ConfigReader
-from .files.supported import DECODERS
+from .files.supported import ACTIVATION_NAMES, DECODERS
 from .model_config import ExpertSwitches, RouterSwitches
 from .rope_config import (
     LongRopeScaling,
@@ -411,3 +411,11 @@ def _read_router(reader: ConfigReader, is_3: bool) -> RouterSwitches:
         has_independent_scores=is_3,
         scale=reader.take_float("routed_scaling_factor", 2.5 if is_3 else 1.0),
     )
+
+
+def read_activation(reader: ConfigReader, name: str, default: str) -> str:
+    """Return the name of an activation function, an entry or its default. Raises ``ValueError``."""
+    activation = reader.take(name) or default
+    if activation not in ACTIVATION_NAMES:
+        raise reader.unsupported(name, f"is not supported: must be one of {', '.join(ACTIVATION_NAMES)}")
+    return str(activation)

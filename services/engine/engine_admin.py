@@ -1,6 +1,6 @@
 """Serves ``EngineAdmin``: operations on one engine, among them sleeping.
 
-Asleep, the mesh sees a pause, and the core has released its memory. Of new weights the fingerprint is published.
+Asleep, the mesh sees a pause, and the core has released its memory.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""Replaces the weights of an engine by those of another checkpoint, or of a stream of tensors."""
+"""Replaces the weights of an engine by those of another checkpoint, or of a stream of tensors, and publishes their
+fingerprint."""
 
 import asyncio
 import contextlib

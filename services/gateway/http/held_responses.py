@@ -318,6 +318,36 @@ class HeldResponse:
         flow: Of the connection.
     """
 
+    # Between two tokens of a stream other processes run: what is read of this object comes from memory each time.
+    __slots__ = (
+        "_at",
+        "_banks",
+        "_commit",
+        "_commit_at",
+        "_end",
+        "_entries",
+        "_fixed",
+        "_followed_at",
+        "_is_closed",
+        "_is_free",
+        "_is_stored",
+        "_memory",
+        "_pack",
+        "_ring",
+        "_since",
+        "_since_at",
+        "_slot",
+        "_state",
+        "_table",
+        "_total",
+        "_transport",
+        "_words",
+        "_write",
+        "created",
+        "flow",
+        "past",
+    )
+
     def __init__(
         self,
         table: HeldTable,

@@ -160,7 +160,7 @@ async def test_the_last_bytes_are_kept(size: int) -> None:
             assert len(record.last) == min(len(written), RING_BYTES - MOST_AT_ONCE)
 
 
-async def test_a_piece_that_was_stored_in_part_spoils_nothing() -> None:
+async def test_a_piece_that_was_stored_in_part_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a kill between the bytes and the word that makes them count."""
     table = HeldTable(1)
     async with connected() as connection:
@@ -170,7 +170,7 @@ async def test_a_piece_that_was_stored_in_part_spoils_nothing() -> None:
             held.advance(0, 1, 1, 1)
             connection.flow.transport.write(b"a" * 1000)
         before = only(table.records())
-        held._store = lambda: None  # type: ignore[method-assign]
+        monkeypatch.setattr(HeldResponse, "_store", lambda _: None)
         held.advance(0, 2, 1, 3)
         connection.flow.transport.write(b"b" * MOST_AT_ONCE)
         assert only(table.records()) == before

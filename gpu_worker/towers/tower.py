@@ -94,21 +94,22 @@ class TowerGraphs:
 
 
 class _Features(NamedTuple):
-    """Computes rows: one of the methods of a whole model.
+    """Describes the method of a whole model that computes rows.
 
     Attributes:
+        method: Its name.
         names: The arguments that it has.
         settings: Those that it gets from the configuration.
     """
 
-    compute: Callable[..., Any]
+    method: str
     names: frozenset[str]
     settings: dict[str, Any]
 
     @classmethod
-    def of(cls, compute: Callable[..., Any], config: Any) -> "_Features":
-        names = frozenset(inspect.signature(compute).parameters)
-        return cls(compute, names, {name: getattr(config, name) for name in _FROM_CONFIG if name in names})
+    def of(cls, body: Any, method: str, config: Any) -> "_Features":
+        names = frozenset(inspect.signature(getattr(body, method)).parameters)
+        return cls(method, names, {name: getattr(config, name) for name in _FROM_CONFIG if name in names})
 
 
 class Tower:
@@ -160,9 +161,9 @@ class Tower:
             if getattr(self._body, name, None) is not None:
                 setattr(self._body, name, None)
         self._body = placed(self._body, dtype, device).eval()
-        self._images = self._videos = _Features.of(self._body.get_image_features, config)
+        self._images = self._videos = _Features.of(self._body, "get_image_features", config)
         if hasattr(self._body, "get_video_features"):
-            self._videos = _Features.of(self._body.get_video_features, config)
+            self._videos = _Features.of(self._body, "get_video_features", config)
         # Its attention takes all patches of a call, under a mask as large as their square.
         self._joins_images = getattr(config.vision_config, "model_type", "") == "pixtral"
         self.device = device
@@ -191,7 +192,7 @@ class Tower:
 
     def _rows(self, given: dict[str, Tensor]) -> Tensor:
         features = self._videos if _OF_VIDEOS in given else self._images
-        output = features.compute(**given, **features.settings, return_dict=True)
+        output = getattr(self._body, features.method)(**given, **features.settings, return_dict=True)
         levels = [_flat(output.pooler_output), *map(_flat, getattr(output, "deepstack_features", None) or ())]
         return torch.cat(levels, dim=-1)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from tokenloom.gpu_worker.checkpoint.files.text_part import media_switches
 from tokenloom.model_files.checkpoint import reads_images, reads_sounds
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
@@ -44,7 +45,8 @@ def media_of(checkpoint: Path) -> Media:
         return Media.NONE
     config = json.loads((checkpoint / "config.json").read_text())
     if reads_images(checkpoint):
-        return Media.VIDEOS if config["model_type"].startswith("qwen") else Media.IMAGES
+        switches = media_switches(config)
+        return Media.VIDEOS if switches is not None and "video" in switches.kinds else Media.IMAGES
     return Media.TRANSCRIPTS if config["model_type"] == "whisper" else Media.SOUNDS
 
 

@@ -322,6 +322,12 @@ class Admission:
                 return None
         return None
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the head did not fit beside those that run, and nothing has improved since."""
+        blocked = self._blocked
+        return blocked is not None and not blocked.request.is_finished and self._is_still_blocked(blocked.request)
+
     def head(self, seats: Counter[str] | None) -> Request | None:
         """Return the request that may begin next, as far as slots for adapters go. ``seats`` as in :meth:`next`."""
         if self._adapters is None:

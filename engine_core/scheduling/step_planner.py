@@ -191,6 +191,8 @@ class StepPlanner:
         """Prompt tokens that may still be computed before those that decode get their next token; 0: none are held."""
         self._full_at = 0
         """When a request last waited for a seat, on ``clock``."""
+        self._left_unused = False
+        """Whether the last step left tokens for requests that wait, of which none could begin."""
         self.admission = Admission(live, kv, remote, config, clock, adapters)
         self._has_deferred = False
         self._crowded: str | None = None
@@ -223,7 +225,8 @@ class StepPlanner:
         others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
         takes_turns = self._prompt_turns is not None and (self._live.are_several or self._live.num_costly)
         begun = self._begun_prompts() if self._has_rest else []
-        prompts = begun if self.prompt_share is None else self._prompts_by_slowdown(self.prompt_share, begun)
+        may_begin = pause_state is PauseState.UNPAUSED and not self._left_unused
+        prompts = begun if self.prompt_share is None else self._prompts_by_slowdown(self.prompt_share, begun, may_begin)
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget(begun, prompts))
         held = self._decoding(begun) if self._left_of_gap else frozenset[str]()
         self._grants = None
@@ -249,6 +252,7 @@ class StepPlanner:
             # Unlike in vLLM, preempted requests resume in a pause that waits: its answer comes when no request that had
             # begun is left, and these had begun.
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
+        self._left_unused = len(prompts) > len(begun) > 0 and len(self._running) <= num_running
         if deferred and len(self._running) <= num_running:  # no request began, so there is no reason to leave any out
             left_out = others.union(plan.num_scheduled_tokens, held)
             self._plan_running(plan, left_out, may_preempt=not plan.num_scheduled_tokens)
@@ -359,14 +363,14 @@ class StepPlanner:
         self._has_rest = bool(begun)
         return begun
 
-    def _prompts_by_slowdown(self, share: PromptShare, begun: list[Request]) -> list[Request]:
-        """Return the ``begun`` prompts and those that may begin now, the most urgent one first."""
+    def _prompts_by_slowdown(self, share: PromptShare, begun: list[Request], may_begin: bool) -> list[Request]:
+        """Return the ``begun`` prompts and, if ``may_begin``, those that wait for a step, the most urgent one first."""
         # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
         num_free = self._max_num_seqs - len(self._running)
         prompts, num_tokens = begun, 0
         if self._waiting and num_free <= 0:
             self._full_at = self._clock()
-        elif self._waiting:
+        elif self._waiting and may_begin and not self.admission.is_blocked:
             prompts = begun.copy()
             for request in islice(self._waiting, num_free):
                 prompts.append(request)

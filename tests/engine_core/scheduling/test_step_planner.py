@@ -14,6 +14,7 @@ from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, Sched
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.scheduling.step_planner import PauseState
 
 
 def test_a_long_prefill_leaves_room_for_short_ones() -> None:
@@ -151,6 +152,23 @@ def test_a_share_of_less_than_a_whole_chunk_is_rounded_up_before_an_image(budget
     client.add(*requests)
     client.finish()
     assert [len(client.tokens[request.request_id]) for request in requests] == [5] * num_requests
+
+
+@pytest.mark.parametrize("state", [PauseState.UNPAUSED, PauseState.PAUSED_NEW])
+def test_no_tokens_are_left_for_a_request_that_cannot_begin(state: PauseState) -> None:
+    """It is more urgent than the prompt that has begun, and there is no room for it, or a pause."""
+    scheduler = make_scheduler(num_blocks=20 if state is PauseState.UNPAUSED else 60, prefill_tokens_beside_decode=8)
+    scheduler.add_request(make_request("a", [1] * 4, 40))
+    step(scheduler)
+    scheduler.add_request(make_request("long", [2] * 60, 1))
+    step(scheduler)
+    scheduler.set_pause_state(state)
+    scheduler.add_request(make_request("short", [3] * 20, 1))
+    chunks = []
+    while "long" in scheduler.requests:
+        chunks.append(step(scheduler)[0].num_scheduled_tokens.get("long", 0))
+    assert chunks.count(1) <= 1, "one step shows that the other cannot begin"
+    assert len(chunks) <= 8
 
 
 _ARRIVALS = st.lists(

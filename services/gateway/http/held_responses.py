@@ -231,7 +231,8 @@ class HeldTable:
         return self._begin(flow, data, PastResponse(b"", state=ARRIVED))
 
     def _can_hold(self, flow: ClientFlow) -> bool:
-        is_busy = isinstance(flow.transport, HeldResponse) or flow.transport.get_write_buffer_size()
+        transport: object = flow.transport  # which a held response stands in for
+        is_busy = isinstance(transport, HeldResponse) or flow.transport.get_write_buffer_size()
         has_left = flow.is_lost or flow.transport.is_closing()  # it has no descriptor then, or not for long
         return not is_busy and not has_left
 

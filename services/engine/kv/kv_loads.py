@@ -32,7 +32,7 @@ from tokenloom.engine_core.data.kv_messages import (
     KVVerdict,
     KVVerify,
 )
-from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.process.fall_backs import FallBacks
@@ -122,6 +122,7 @@ LATE_SECONDS = 2.0
 _LATE_TRIES = 5
 _UNANSWERED = ("owner_lost", "timeout")
 """Failures of calls that the owner may have received all the same."""
+_UNDONE = (FinishReason.ABORT, FinishReason.ERROR)
 _REASON_OF_CODE = {
     errors.Code.UNAVAILABLE: "owner_lost",
     errors.Code.CANCELLED: "owner_lost",
@@ -359,7 +360,7 @@ class KVLoads:
                 except KVTransferError as failure:
                     await self._do_without(attempt, failure)
                     if acquire is not None and failure.reason in _UNANSWERED:
-                        await self._release_late(owner, acquire)
+                        await self._release_late(owner, acquire, attempt)
                 else:
                     await self._read(attempt, owner, reading)
         except Exception as error:  # the edge: a bug in one load must not end the engine
@@ -392,14 +393,20 @@ class KVLoads:
             owner=owner.incarnation,
         )
 
-    async def _release_late(self, owner: Owner, acquire: Callable[[], Awaitable[Reading]]) -> None:
+    async def _release_late(
+        self, owner: Owner, acquire: Callable[[], Awaitable[Reading]], attempt: Attempt | None = None
+    ) -> None:
         """End a lease whose owner did not answer once it does. It may last for minutes, and no engine reads its blocks.
 
-        ``acquire``: returns the lease, which this engine holds or may hold. Raises as :meth:`Reading.acquire`.
+        Args:
+            acquire: Returns the lease, which this engine holds or may hold. Raises as :meth:`Reading.acquire`.
+            attempt: That for which it acquires the lease anew; None if it does not.
         """
         for _ in range(_LATE_TRIES):
             await asyncio.sleep(LATE_SECONDS)
-            if not self._registry.has(owner):
+            # Another engine may read the blocks of an attempt that was lost or refused here: a lease that is acquired
+            # anew is taken from it.
+            if not self._registry.has(owner) or (attempt is not None and attempt.finish_reason in _UNDONE):
                 return
             try:
                 await (await acquire()).release()

@@ -222,6 +222,33 @@ async def test_a_lease_that_was_acquired_without_an_answer_is_released(pair: Pai
     assert (await pair.owner.noted(KVRelease)).acquisition_id == b"reading"
 
 
+@pytest.mark.parametrize("is_aborted", [True, False])
+@pytest.mark.usefixtures("impatient")
+async def test_a_lease_that_another_engine_may_read_is_not_taken_from_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """The output processor sends an attempt that is lost here without output elsewhere, with the same lease."""
+    monkeypatch.setattr(kv_reading, "LATE_SECONDS", 1.0)
+    answer, silence = pair.owner.answers[KVAcquire], [True]
+    pair.owner.answers[KVAcquire] = lambda call: silence.pop() and None if silence else answer(call)
+    await pair.peer.send(pair.add())
+    request = await pair.reader.noted(EngineCoreRequest)
+    if is_aborted:
+        await pair.peer.send(abort_slots=[1])
+        await pair.reader.noted(str)
+    else:
+        pair.reader.finish(request, [8], FinishReason.STOP)
+        await pair.peer.read_until_finished([1])
+    await pair.owner.noted(KVAcquire)
+    if not is_aborted:
+        await pair.owner.noted(KVRelease)
+        return
+    for _ in range(20):
+        pass_time(1.0)
+        await settle()
+    assert not pair.owner.has_noted(KVAcquire)
+
+
 @pytest.mark.usefixtures("impatient")
 async def test_an_owner_that_never_answers_is_not_asked_for_ever(pair: Pair) -> None:
     pair.owner.answers[KVRelease] = lambda call: None

@@ -87,8 +87,8 @@ class PromptShare:
         """Return the prompt tokens of a step beside ``num_decoding`` requests (at least 1).
 
         ``prompts``: those that wait or have begun, in the order of :meth:`by_slowdown`; ``now`` as there. ``full_at``:
-        when requests waited for a seat last, on that clock. Such a wait is not made up for by larger steps: under
-        overload each prompt would stop all streams.
+        when requests waited for a seat or for blocks last, on that clock. Such a wait is not made up for by larger
+        steps: under overload each prompt would stop all streams.
         """
         if not self._rate or not self._seconds:
             return self.least * max(num_decoding, len(prompts)) // num_decoding

@@ -190,7 +190,7 @@ class StepPlanner:
         self._left_of_gap = 0
         """Prompt tokens that may still be computed before those that decode get their next token; 0: none are held."""
         self._full_at = 0
-        """When a request last waited for a seat, on ``clock``."""
+        """When a request last waited for a seat or for blocks, on ``clock``."""
         self._left_unused = False
         """Whether the last step left tokens for requests that wait, of which none could begin."""
         self.admission = Admission(live, kv, remote, config, clock, adapters)
@@ -365,12 +365,12 @@ class StepPlanner:
 
     def _prompts_by_slowdown(self, share: PromptShare, begun: list[Request], may_begin: bool) -> list[Request]:
         """Return the ``begun`` prompts and, if ``may_begin``, those that wait for a step, the most urgent one first."""
-        # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
+        # Prompts without a seat or blocks cannot be brought forward by a larger step, so they do not count.
         num_free = self._max_num_seqs - len(self._running)
         prompts, num_tokens = begun, 0
-        if self._waiting and num_free <= 0:
+        if self._waiting and (num_free <= 0 or self.admission.is_blocked):
             self._full_at = self._clock()
-        elif self._waiting and may_begin and not self.admission.is_blocked:
+        elif self._waiting and may_begin:
             prompts = begun.copy()
             for request in islice(self._waiting, num_free):
                 prompts.append(request)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_counts
 from tests.engine_core.media import RowClient, image, make_media
-from tests.engine_core.planned_steps import make_scheduler, step
+from tests.engine_core.planned_steps import TimedSteps, make_scheduler, step
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -169,6 +169,41 @@ def test_no_tokens_are_left_for_a_request_that_cannot_begin(state: PauseState) -
         chunks.append(step(scheduler)[0].num_scheduled_tokens.get("long", 0))
     assert chunks.count(1) <= 1, "one step shows that the other cannot begin"
     assert len(chunks) <= 8
+
+
+def begin_long(num_tokens: int) -> TimedSteps:
+    """Return a scheduler of which a request decodes, and another one has begun a long prompt."""
+    steps = TimedSteps(0.05, 0.0025, 0.0011)
+    steps.add("stream", 30, 500)
+    steps.step()
+    steps.add("long", num_tokens, 5)
+    steps.step()
+    return steps
+
+
+def test_a_wait_for_blocks_is_not_made_up_for() -> None:
+    """Requests that had waited for blocks stopped all streams for a full step each."""
+    steps = begin_long(600)
+    while "long" not in steps.first:
+        steps.step()
+    pool = steps.scheduler.kv.pool
+    taken = pool.allocate(pool.num_free - 4)
+    steps.add("other", 3000, 5)
+    steps.now += 60.0
+    for _ in range(2):
+        assert "other" not in steps.step().num_scheduled_tokens
+    pool.release(taken)
+    counts = [steps.step().num_scheduled_tokens["other"] for _ in range(2)]
+    assert max(counts) < 200
+
+
+def test_requests_count_whose_tokens_a_more_urgent_prompt_has_used() -> None:
+    """Every second step was the smaller, as if they could not begin."""
+    steps = begin_long(4000)
+    for number in range(3):
+        steps.add(f"later {number}", 4000, 5)
+    counts = [steps.step().num_scheduled_tokens["long"] for _ in range(6)]
+    assert counts == sorted(counts)
 
 
 _ARRIVALS = st.lists(

@@ -54,6 +54,9 @@ _MOST_SINCE = 128
 """For a piece of so many tokens or characters a bank is stored. A piece has 6 bytes at least, and there is a bank for
 each round of the ring, so that fewer for each piece fit the word."""
 _LENGTH_AT = _FIXED_AT + 16
+_BEHIND, _STORED_BEHIND = 1, 2
+"""What was read behind the request: bytes that are lost with the gateway, or some that are stored with the request. The
+latter are read again with it while the response has not begun."""
 _REQUEST_AT = 2 << 10
 _RING_AT = _REQUEST_AT + REQUEST_BYTES
 SLOT_BYTES = _RING_AT + RING_BYTES
@@ -164,7 +167,7 @@ class HeldRecord:
         if tail is None or past.is_known or past.is_over:
             return None if tail is None else replace(past, tail=tail)
         # The next gateway makes all of it, and the client must have nothing of another making.
-        return PastResponse(past.request, state=ARRIVED) if num_taken == self.base else None
+        return PastResponse(past.request, state=ARRIVED | past.state & FOLLOWED) if num_taken == self.base else None
 
     def missing(self, num_taken: int) -> bytes | None:
         """Return the bytes that the kernel has not taken; None if it has others than the stored ones.
@@ -189,6 +192,7 @@ class HeldTable:
         self._idle = memoryview(mmap.mmap(-1, 16 * (_MOST_IDLE + 1))).cast("Q")
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))  # the one that was used last is next: its pages exist
+        self._num_arriving = 0
         self._file_bytes = 0
 
     @property
@@ -226,9 +230,18 @@ class HeldTable:
 
     def arrive(self, flow: ClientFlow, data: bytes) -> "HeldResponse | None":
         """Store the first bytes of a request; return None where that cannot be."""
-        if not self._free or len(data) > REQUEST_BYTES or not self._can_hold(flow):
+        # Clients send first bytes before their keys are checked: they never take the slots of all others.
+        is_full = not self._free or 2 * self._num_arriving >= self._num_slots
+        if is_full or len(data) > REQUEST_BYTES or not self._can_hold(flow):
             return None
-        return self._begin(flow, data, PastResponse(b"", state=ARRIVED))
+        if (held := self._begin(flow, data, PastResponse(b"", state=ARRIVED))) is not None:
+            self._num_arriving += 1
+        return held
+
+    def end_arrival(self) -> None:
+        """Note that one of the requests that have arrived is not told from those of which more is known, or has
+        ended."""
+        self._num_arriving -= 1
 
     def _can_hold(self, flow: ClientFlow) -> bool:
         transport: object = flow.transport  # which a held response stands in for
@@ -293,7 +306,8 @@ class HeldTable:
         since = self.words[(at + _SINCE_AT) // 8]
         if since & 3 == commit & 3 and since > 3:
             total, entries[0] = total + _bytes_since(since), _word_since(entries[0], since)
-        if self.words[(at + _FOLLOWED_AT) // 8]:
+        followed = self.words[(at + _FOLLOWED_AT) // 8]
+        if followed == _BEHIND or (followed == _STORED_BEHIND and state & BEGUN):
             state |= FOLLOWED
         request = memory[at + _REQUEST_AT : at + _REQUEST_AT + length] if file < 0 else os.pread(file, length, 0)
         ring = memory[at + _RING_AT : at + SLOT_BYTES]
@@ -449,14 +463,9 @@ class HeldResponse:
         self._store()
 
     @property
-    def is_known(self) -> bool:
-        """Whether another gateway can continue the response: more is stored than what has arrived of its request."""
-        return not self._state & ARRIVED
-
-    @property
-    def cookie(self) -> int:
-        """The kernel's name of the connection."""
-        return self._fixed[0]
+    def is_arriving(self) -> bool:
+        """Whether no more is stored than what has arrived of the request, and the response has not ended."""
+        return bool(self._state & ARRIVED) and not self._is_closed
 
     def arrive(self, data: bytes) -> bool:
         """Store what follows in the request. Return whether it has room."""
@@ -471,16 +480,19 @@ class HeldResponse:
         return True
 
     def know(self) -> None:
-        """Note that another gateway can continue the response from now on: the request has arrived as a whole."""
+        """Note that another gateway can continue the response from now on: the request has arrived as a whole. Call it
+        while :attr:`is_arriving`."""
         self._settle()
         self._state &= ~ARRIVED
+        self._table.end_arrival()
         self._store()
 
-    def mark_followed(self) -> None:
-        """Note that the client has sent more than this request."""
+    def mark_followed(self, *, is_stored: bool = False) -> None:
+        """Note that the client has sent more than this request. ``is_stored``: what it has sent is stored too, unless
+        this was called without it."""
         # At once, and in a word of its own: there may be no further piece, and the positions may be ahead of the bytes.
-        if not self._is_free:
-            self._words[self._followed_at] = 1
+        if not self._is_free and not (is_stored and self._words[self._followed_at]):
+            self._words[self._followed_at] = _STORED_BEHIND if is_stored else _BEHIND
 
     def mark_shaped(self) -> None:
         """Note that the next piece holds the events before any output."""
@@ -521,6 +533,8 @@ class HeldResponse:
         if self._is_free:
             return
         self._is_free = True
+        if self._state & ARRIVED:
+            self._table.end_arrival()
         file, size = self._fixed[4], self._fixed[2]
         self._table.free(self._slot, 0 if file < 0 else size)
         if file >= 0:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import re
 import select
 import signal
 import socket
@@ -64,9 +65,17 @@ _TAKE_SECONDS = 10.0
 _RESTART_SECONDS = 1.0
 _LENGTHS = struct.Struct(">III")
 """Bytes of the description, of the request and of the tail."""
+_TAKEN_WORDS = {
+    "not_begun": "took the connection of a request that another gateway had not begun to answer",
+    "begun": "took the connection of an answer that another gateway had begun",
+    "complete": "took the connection of an answer that another gateway had completed",
+    "idle": "took a connection without a request from another gateway",
+    "refused": "took a connection from another gateway that cannot go on",
+}
+"""For the log, by what was found: see :class:`HeldProtocol`."""
 _READY, _TAKEN = b"r", b"t"
 """What a gateway sends: that it takes connections, and that it has taken one."""
-_ASKS_FOR_END = b"\r\nconnection: close"
+_ASKS_FOR_END = re.compile(rb"\r\nconnection:(?:[^\r\n]*,)?[ \t]*close[ \t]*(?:,|\r|$)", re.IGNORECASE)
 _BACKLOG = 16
 _PR_SET_NAME = 15
 _CLONE_FILES = 0x400
@@ -234,7 +243,7 @@ def _give(peer: socket.socket, record: HeldRecord, connection: socket.socket) ->
     if past is None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         return True
-    if past.is_over and not past.tail:
+    if past.is_over and not past.tail and not past.state & FOLLOWED:
         past = IDLE.past
     about = _described(past)
     try:
@@ -325,7 +334,7 @@ class TakenConnections:
                 while (given := await asyncio.to_thread(_read_past, peer)) is not None:
                     state = await self._take(*given)
                     self._counter.labels(state).inc()
-                    log.info("took the connection of a response that is %s elsewhere", state.replace("_", " "))
+                    log.info(_TAKEN_WORDS[state])
                     await asyncio.to_thread(peer.sendall, _TAKEN)
             except OSError:  # the holder has ended, or does not wait any more
                 return
@@ -350,7 +359,7 @@ class HeldProtocol(HttpProtocol):
         self._past = past
         self._latest: HeldResponse | None = None
         self._arrives = False  # whether the latest one stores what arrives of a request
-        self._num_received = 0
+        self._num_received = self._cookie = 0
         self._ends = past is not None and bool(past.state & FOLLOWED)  # with the next response
         self._goes_on = False  # while the request of a response that has begun is read again
         self.found = "refused"
@@ -378,9 +387,20 @@ class HeldProtocol(HttpProtocol):
         # nothing would wait; one whose connection ends sends it again.
         lingers = lingers or self._ends
         super().end_response(keep_alive=keep_alive, lingers=lingers)
-        if keep_alive and not lingers and self._latest is not None and self._is_between_requests:
-            descriptor = self.transport.get_extra_info("socket").fileno()
-            self._table.note_idle(descriptor, self._latest.cookie, self._num_received)
+        if keep_alive and not lingers:
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        """Note that no request is in work, once the kernel has all that was written: another gateway would not write
+        the rest, and its first words would be taken for that."""
+        if self.transport.is_closing() or not self._is_between_requests:
+            return
+        if self.transport.get_write_buffer_size():
+            self._loop.call_later(_LOOK_SECONDS, self._note_idle)
+            return
+        connection = self.transport.get_extra_info("socket")
+        self._cookie = self._cookie or cookie_of(connection)
+        self._table.note_idle(connection.fileno(), self._cookie, self._num_received)
 
     @property
     def _is_between_requests(self) -> bool:
@@ -400,6 +420,11 @@ class HeldProtocol(HttpProtocol):
         elif latest is not None:
             latest.mark_followed()
         super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._answered is not None and self._latest is not None:
+            self._latest.mark_followed(is_stored=True)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -429,7 +454,7 @@ class HeldProtocol(HttpProtocol):
     def _let_go(self) -> None:
         """Store no more what has arrived of a request: answered once more, it would have effects twice, or it is too
         large."""
-        if self._latest is not None and not self._latest.is_known:
+        if self._latest is not None and self._latest.is_arriving:
             self._latest.close()
             self._latest = None
         self._arrives = False
@@ -441,7 +466,8 @@ class HeldProtocol(HttpProtocol):
         if self._pipeline or exchange.body.files is not None or not cast(ResponseWriter, exchange.response).speaks_1_1:
             self._let_go()
             return None
-        if (latest := self._latest) is not None and not latest.is_known:
+        # The latest one may be closed: it is that of an earlier request then, or the client has left.
+        if (latest := self._latest) is not None and latest.is_arriving:
             if not has_more:
                 latest.know()
                 return latest
@@ -449,7 +475,7 @@ class HeldProtocol(HttpProtocol):
         if self._latest is not None and not self._latest.free_if_taken():
             return None
         held = self._latest = self._table.begin(self.flow, exchange, body)
-        if held is not None and has_more:
+        if held is not None and (has_more or self._ends):
             held.mark_followed()
         return held
 
@@ -458,8 +484,8 @@ class HeldProtocol(HttpProtocol):
         if past.is_over:
             self.transport.write(past.tail)
             self._stop_framing_timer()  # the connection is idle now, and has had its first request
-            is_last = _ASKS_FOR_END in past.request.partition(b"\r\n\r\n")[0].lower()
-            self.end_response(keep_alive=not is_last, lingers=False)
+            is_last = _ASKS_FOR_END.search(past.request.partition(b"\r\n\r\n")[0])
+            self.end_response(keep_alive=is_last is None, lingers=False)
             return "complete"
         if not past.is_known:
             return self._read_again(past.request)
@@ -484,6 +510,8 @@ class HeldProtocol(HttpProtocol):
         if data:
             self._num_received -= len(data)
             self.data_received(data)
+            if self._ends and self._latest is not None:
+                self._latest.mark_followed()  # a second gateway may be killed too
             return "not_begun"
         self._stop_framing_timer()
         self.end_response(keep_alive=True, lingers=False)

@@ -140,6 +140,44 @@ async def test_what_cannot_be_continued_is_not_held() -> None:
         await asyncio.sleep(0)
 
 
+async def test_requests_that_arrive_leave_slots_to_those_of_which_more_is_known() -> None:
+    """Nothing is known of the clients that send first bytes."""
+    table = HeldTable(4)
+    async with connected() as one, connected() as two, connected() as three:
+        arrived = table.arrive(one.flow, b"POST")
+        assert arrived is not None
+        assert table.arrive(two.flow, b"POST") is not None
+        assert table.arrive(three.flow, b"POST") is None
+        arrived.know()
+        other = table.arrive(three.flow, b"POST")
+        assert other is not None
+        other.close()
+        arrived.close()
+        assert table.arrive(one.flow, b"POST") is not None
+        three.begin(table)
+        assert table.num_held == 3
+
+
+async def test_what_is_stored_behind_a_request_is_lost_once_it_is_answered() -> None:
+    table = HeldTable(4)
+    async with connected() as connection:
+        held = table.arrive(connection.flow, b"two requests")
+        assert held is not None
+        held.mark_followed(is_stored=True)
+        assert only(table.records()).past.state == ARRIVED
+        connection.flow.transport.write(PLAIN_HEAD)
+        assert only(table.records()).past.state & FOLLOWED
+        held.close()
+        await asyncio.sleep(0)
+        assert not table.num_held
+    async with connected() as connection:
+        held = table.arrive(connection.flow, b"two requests and a part of a third one")
+        assert held is not None
+        held.mark_followed()
+        held.mark_followed(is_stored=True)
+        assert only(table.records()).past.state == ARRIVED | FOLLOWED
+
+
 @pytest.mark.parametrize("size", [1, 700, MOST_AT_ONCE - 1, MOST_AT_ONCE])
 async def test_the_last_bytes_are_kept(size: int) -> None:
     """Also where they begin at the end of the ring."""

@@ -17,8 +17,18 @@ from prometheus_client import CollectorRegistry
 
 from tests.services.gateway.fakes import SOON
 from tokenloom.request.limits import AdmissionLimit
-from tokenloom.services.gateway.http.client_flow import TurnShare
-from tokenloom.services.gateway.http.held_responses import BEGUN, CHUNKED, ENDED, FOLLOWED, HeldTable, PastResponse
+from tokenloom.services.gateway.http.client_flow import ClientDisconnected, TurnShare
+from tokenloom.services.gateway.http.held_responses import (
+    ARRIVED,
+    BEGUN,
+    CHUNKED,
+    ENDED,
+    FOLLOWED,
+    HeldRecord,
+    HeldResponse,
+    HeldTable,
+    PastResponse,
+)
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server import connection_holder, http_protocol
 from tokenloom.services.gateway.http.server.connection_holder import HeldProtocol, TakenConnections
@@ -32,6 +42,8 @@ HELD_REQUEST = b"POST /held HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 _LENGTHS = struct.Struct(">III")
 
 
+LEFT: list[HeldResponse | None] = []
+"""What stores the responses to clients that have left."""
 TABLES: list[HeldTable] = []
 """Of all servers; the last one is that of the server that runs."""
 
@@ -47,6 +59,17 @@ async def answer(exchange: HttpExchange) -> None:
         assert exchange.let_go is not None
         exchange.let_go()
         await exchange.respond(200, str(TABLES[-1].num_held).encode())
+    elif exchange.path == "/large":
+        await exchange.respond(200, bytes(12 << 20) + b"end of it")
+    elif exchange.path == "/wait":
+        await asyncio.sleep(0.1)
+        await exchange.respond(200, b"POST")
+    elif exchange.path == "/left":
+        with contextlib.suppress(ClientDisconnected), exchange.until_disconnected():
+            await asyncio.sleep(SOON)
+        await asyncio.sleep(0)
+        assert exchange.hold is not None
+        LEFT.append(exchange.hold(b""))
     elif exchange.path == "/late":
         assert exchange.hold is not None
         exchange.held = exchange.hold(b"")
@@ -220,6 +243,133 @@ async def test_an_idle_connection_is_served_by_the_next_gateway() -> None:
                 assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+async def test_a_connection_is_idle_again_after_requests_that_end_with_their_gateway() -> None:
+    """Also one that was idle when it was taken: its second gateway may be killed too."""
+    async with serving() as (server, table):
+        table.port = port_of(server)
+        with socket.create_connection(("127.0.0.1", table.port)) as client:
+            client.setblocking(False)
+            client.send(REQUEST.replace(b"/a", b"/effects"))
+            await received(client, b"0")
+            (descriptor,) = idle_ones(table)
+            ours = socket.socket(fileno=os.dup(descriptor))
+            for each in tuple(server._server.server_state.connections):
+                each.transport.abort()  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+            assert await server.take(connection_holder.IDLE.past, ours) == "idle"
+            assert len(idle_ones(table)) == 1
+            client.send(REQUEST)
+            await received(client, b"POST")
+
+
+async def test_a_connection_with_unsent_bytes_is_not_idle() -> None:
+    """Another gateway has not the rest of a large answer, and its first words would be taken for that."""
+    async with serving() as (server, table):
+        table.port = port_of(server)
+        with socket.create_connection(("127.0.0.1", table.port)) as client:
+            client.setblocking(False)
+            client.send(REQUEST.replace(b"/a", b"/large"))
+            async with asyncio.timeout(SOON):
+                while server._server.server_state.total_requests == 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                assert idle_ones(table) == []
+                last = b""
+                while not last.endswith(b"end of it"):
+                    last = last[-9:] + await asyncio.get_running_loop().sock_recv(client, 1 << 20)
+                while not idle_ones(table):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+
+async def test_a_request_is_stored_in_no_slot_of_an_earlier_one() -> None:
+    """That slot may be another connection's by now. Both requests came in one piece."""
+    async with serving() as (server, table):
+        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+            client.setblocking(False)
+            client.send(REQUEST + HELD_REQUEST)
+            await received(client, b"POST")
+            async with asyncio.timeout(SOON):
+                while not (records := [each for each in table.records() if each.past.is_known]):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                assert records[0].past.request.startswith(b"POST /held ")
+            assert table.num_held == 1
+        async with asyncio.timeout(SOON):
+            while table.num_held:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_nothing_is_stored_for_a_client_that_has_left() -> None:
+    """Its slot is free, and may be another connection's, when the body of its request was read."""
+    async with serving() as (server, table):
+        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+            client.send(HELD_REQUEST.replace(b"/held", b"/left"))
+        async with asyncio.timeout(SOON):
+            while not LEFT:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert LEFT.pop() is None
+        assert (table.num_held, list(table.records())) == (0, [])
+
+
+async def test_a_request_behind_one_that_is_made_again_ends_its_connection() -> None:
+    """The first gateway has read it, so that no other one answers it; also the third gateway knows."""
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            assert await server.take(PastResponse(SLOW_REQUEST.replace(b"slow", b"wait"), state=ARRIVED), ours)
+            client.send(REQUEST)
+            async with asyncio.timeout(SOON):
+                while not any(record.past.state & FOLLOWED for record in table.records()):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            (record,) = table.records()
+            assert record.rest(record.base) == PastResponse(record.past.request, state=ARRIVED | FOLLOWED)
+        async with asyncio.timeout(SOON):
+            while table.num_held:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        with connection() as (ours, client):
+            request = REQUEST.replace(b"/a", b"/wait")
+            await server.take(PastResponse(request, state=ARRIVED | FOLLOWED), ours)
+            (record,) = table.records()
+            assert record.past.state == ARRIVED | FOLLOWED
+            await received(client, b"POST")
+            async with asyncio.timeout(SOON):
+                assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+
+
+async def test_requests_of_one_piece_are_answered_by_the_next_gateway() -> None:
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            assert await server.take(PastResponse(b"", state=ARRIVED), ours) == "idle"
+            client.send(REQUEST.replace(b"/a", b"/wait") + REQUEST)
+            async with asyncio.timeout(SOON):
+                while not (records := list(table.records())):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                past = records[0].rest(records[0].base)
+                assert past is not None
+                assert (past.request.count(b"POST"), past.state) == (2, ARRIVED)
+            with connection() as (again, other):
+                await server.take(past, again)
+                data = b""
+                while data.count(b"200 OK") < 2:
+                    data += await received(other, b"POST")
+
+
+async def test_what_was_read_behind_a_complete_response_ends_the_connection() -> None:
+    """Although the kernel has all of the response: the client waits for another one, which no gateway makes."""
+    async with serving() as (server, _):
+        with connection() as (ours, client):
+            holder, gateway = socket.socketpair()
+            with holder, gateway:
+                past = PastResponse(REQUEST, state=BEGUN | CHUNKED | ENDED | FOLLOWED)
+                record = HeldRecord(0, ours.fileno(), 0, 0, 0, b"", past)
+                giving = asyncio.create_task(asyncio.to_thread(connection_holder._give, holder, record, ours))
+                given = await asyncio.to_thread(connection_holder._read_past, gateway)
+                gateway.send(b"t")
+                assert await giving
+                ours.close()
+                assert given is not None
+                assert await server.take(*given) == "complete"
+                async with asyncio.timeout(SOON):
+                    assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+
+
 async def test_what_waits_for_a_turn_of_the_event_loop_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as (server, table):
         with connection() as (ours, client):
@@ -331,18 +481,22 @@ async def test_a_response_that_was_complete_gets_its_last_bytes() -> None:
 async def test_a_connection_behind_a_complete_response_is_an_idle_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends neither when the head of a first request is due, nor stays if its client asked for its end."""
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.01)
-    closing = REQUEST.replace(b"host: here", b"host: here\r\nConnection: Close")
     async with serving() as (server, _):
-        with connection() as (ours, client), connection() as (other, leaving):
-            assert await server.take(PastResponse(REQUEST, b"0\r\n\r\n", BEGUN), ours) == "complete"
-            assert await server.take(PastResponse(closing, b"0\r\n\r\n", BEGUN), other) == "complete"
-            await asyncio.sleep(0.1)
-            await received(client, b"0\r\n\r\n")
-            client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
-            assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
-            await received(leaving, b"0\r\n\r\n")
-            async with asyncio.timeout(SOON):
-                assert await asyncio.get_running_loop().sock_recv(leaving, 1) == b""
+        for field in (b"x: connection: close", b"connection: keep-alive", b"connection:closed"):
+            with connection() as (ours, client):
+                request = REQUEST.replace(b"host: here", b"host: here\r\n" + field)
+                assert await server.take(PastResponse(request, b"0\r\n\r\n", BEGUN), ours) == "complete"
+                await asyncio.sleep(0.1)
+                await received(client, b"0\r\n\r\n")
+                client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
+                assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
+        for field in (b"Connection: Close", b"connection:close", b"connection: te, close", b"connection:\tclose ,te"):
+            with connection() as (ours, client):
+                closing = REQUEST.replace(b"host: here", b"host: here\r\n" + field)
+                assert await server.take(PastResponse(closing, b"0\r\n\r\n", BEGUN), ours) == "complete"
+                await received(client, b"0\r\n\r\n")
+                async with asyncio.timeout(SOON):
+                    assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
 
 
 async def test_a_gateway_with_too_many_connections_writes_nothing_into_a_response() -> None:

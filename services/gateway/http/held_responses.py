@@ -38,8 +38,9 @@ MOST_OUTPUTS = 64
 
 BEGUN, CHUNKED, NAMED, SHAPED, ENDED, FOLLOWED, ARRIVED = 1, 2, 4, 8, 16, 32, 64
 """States of a response, added up: its head was written, its body is in chunks, its request has an id, the events before
-any output were written, its last byte was written, more was read from the client, which is lost, and no more is known
-than what has arrived of the request: the response can be made once more, but not continued."""
+any output were written, its last byte was written, the connection ends with it, as where more was read from the client,
+which is lost, and no more is known than what has arrived of the request: the response can be made once more, but not
+continued."""
 
 _FIXED = struct.Struct("@QQQiiII40s")
 """Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request."""
@@ -488,7 +489,8 @@ class HeldResponse:
         self._store()
 
     def mark_followed(self, *, is_stored: bool = False) -> None:
-        """Note that the client has sent more than this request. ``is_stored``: what it has sent is stored too, unless
+        """Note that the connection ends with the response, as where the client has sent more than this request.
+        ``is_stored``: what it has sent is stored too, unless
         this was called without it."""
         # At once, and in a word of its own: there may be no further piece, and the positions may be ahead of the bytes.
         if not self._is_free and not (is_stored and self._words[self._followed_at]):

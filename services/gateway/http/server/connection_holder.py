@@ -381,6 +381,8 @@ class HeldProtocol(HttpProtocol):
     def end_response(self, *, keep_alive: bool, lingers: bool) -> None:
         # Now: the task may run on while the next response is written.
         if self._latest is not None:
+            if lingers or not keep_alive:  # another gateway would read on, where the client is told that none does
+                self._latest.mark_followed()
             self._latest.close()
             self._arrives = False
         # What the client has sent behind its request was read by the gateway that was killed. A client that is answered

@@ -351,6 +351,19 @@ async def test_requests_of_one_piece_are_answered_by_the_next_gateway() -> None:
                     data += await received(other, b"POST")
 
 
+async def test_a_response_that_says_so_ends_the_connection_elsewhere_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that begins before the body of its request has arrived: the rest is no request."""
+    monkeypatch.setattr(HeldResponse, "free_if_taken", lambda _: False)
+    async with serving() as (server, table):
+        for request in (REQUEST[:-1], REQUEST.replace(b"host: here", b"host: here\r\nconnection: close")):
+            with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+                client.setblocking(False)
+                client.send(request)
+                assert b"\r\nconnection: close\r\n" in await received(client, b"POST")
+        states = [record.past.state for record in table.records()]
+        assert states == [ARRIVED | BEGUN | FOLLOWED] * 2
+
+
 async def test_what_was_read_behind_a_complete_response_ends_the_connection() -> None:
     """Although the kernel has all of the response: the client waits for another one, which no gateway makes."""
     async with serving() as (server, _):

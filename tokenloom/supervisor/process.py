@@ -82,7 +82,8 @@ class Process:
             self._process.send_signal(signal.SIGTERM)
 
     def kill_group(self) -> None:
-        """Kill the part and all processes that it started."""
+        """Kill the part and the processes of its group. Others that it started, in sessions of their own, notice its
+        end, a helper once it has done what it does."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -15,10 +15,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from tokenloom.process.fall_backs import OF_PROCESS, FallBacks
 from tokenloom.process.plugins import described
 from tokenloom.request.errors import TokenloomError, Unavailable
-from tokenloom.services.runtime.peers.certificate import wait_for_files
 
 from ..addresses import CHANGED_SUFFIX
 from ..peers.callers import check_caller
+from ..peers.certificate import wait_for_files
 from ..peers.tls import MeshTLS, PublicTLS
 from ..tasks import Failure, Tasks
 from ..telemetry import metrics_server, process_metrics

@@ -52,11 +52,12 @@ void round_group(const T* x, int32_t least, int64_t index, Rounded& to) {
 
 constexpr int TOGETHER = 2;  // panels whose outputs fill a line of a bfloat16 row
 
-// The sums of rows and of panels from output `output` on. Row after row, whole lines: rows whose lines share a set of
+// The sums of rows and of `panels` panels from output `output` on. Row after row, whole lines: rows whose lines share a set of
 // the cache (4 KiB apart) evicted half-written ones, a tenth of the time of 128 rows.
 template <class T>
-void finish(const Product& p, const float (*sums)[STRETCH][PANEL], int64_t first_row, int64_t rows, int64_t output) {
-  const int64_t count = std::min<int64_t>(TOGETHER * PANEL, p.outputs - output);
+void finish(const Product& p, const float (*sums)[STRETCH][PANEL], int64_t panels, int64_t first_row, int64_t rows,
+            int64_t output) {
+  const int64_t count = std::min<int64_t>(panels * PANEL, p.outputs - output);
   T* out = (T*)p.out + first_row * p.outputs + output;
   for (int64_t r = 0; r < rows; ++r, out += p.outputs)
     for (int64_t i = 0; i < count; i += LANES) {
@@ -70,12 +71,13 @@ template <int KIND, bool OFFSETS, class T>
 void multiply(const Product& p, RowsGroup x, int64_t first, int64_t rows, int64_t begin, int64_t end) {
   alignas(64) float sums[TOGETHER][STRETCH][PANEL];
   for (int64_t b = begin; b < end; b += TOGETHER) {
-    for (int64_t n = 0; n < std::min<int64_t>(TOGETHER, end - b); ++n)
+    const int64_t panels = std::min<int64_t>(TOGETHER, end - b);  // experts' ranges may have an odd number
+    for (int64_t n = 0; n < panels; ++n)
       if (rows <= FEW<KIND>)
         multiply_few<KIND, OFFSETS, FEW<KIND>>(p.matrix, x, rows, b + n, sums[n]);
       else
         multiply_many<KIND, OFFSETS>(p.matrix, x, rows, b + n, sums[n]);
-    finish<T>(p, sums, first, rows, b * PANEL);
+    finish<T>(p, sums, panels, first, rows, b * PANEL);
   }
 }
 #endif

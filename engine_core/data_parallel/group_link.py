@@ -122,8 +122,9 @@ class GroupLink:
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        self._is_closed = True
-        self._may_join.set()
+        with self._lock:
+            self._is_closed = True
+            self._may_join.set()
         if self._hub is not None:
             self._hub.close()
         self._frames.close()
@@ -180,10 +181,10 @@ class GroupLink:
                 left = max(_RETRY_SECONDS, deadline - time.monotonic())
                 frames = _say_hello(self.address, hello, self._secret, left)
                 with self._lock:
-                    if self._may_join.is_set() and hello.workers is self._workers:
+                    if self._may_join.is_set() and hello.workers is self._workers and not self._is_closed:
                         self._frames = frames
                         return
-                frames.close()  # the workers have ended, or are others by now
+                frames.close()  # the workers have ended, or are others by now, or the rank leaves
             except OSError as error:
                 if time.monotonic() > deadline or self._is_closed:
                     raise OSError(f"no data-parallel group at {self.address}: {error}") from None

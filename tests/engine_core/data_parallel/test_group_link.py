@@ -12,6 +12,7 @@ from tokenloom.engine_core.data_parallel.group_address import connect, listen
 from tokenloom.engine_core.data_parallel.group_hub import GroupHub
 from tokenloom.engine_core.data_parallel.group_link import GroupLink
 from tokenloom.engine_core.data_parallel.messages import (
+    Accepted,
     Frames,
     GroupHello,
     Lost,
@@ -91,6 +92,36 @@ def test_a_rank_that_has_stepped_back_may_end(address: str) -> None:
     assert not reader.is_alive()
     assert not ended.is_set(), "it has left as it was asked to"
     links[0].close()
+
+
+def test_a_rank_that_ends_while_it_joins_again_is_no_member(address: str) -> None:
+    """The others waited for its votes for as long as its process ran."""
+    ended = threading.Event()
+    with listen(address) as listener:
+        listener.settimeout(30)
+        made = queue.Queue[GroupLink]()
+        threading.Thread(target=lambda: made.put(GroupLink(address, HELLO, 2, timeout=30)), daemon=True).start()
+        first = greeted(listener)
+        first.send(Accepted())
+        link = made.get(timeout=30)
+        link.start(lambda *_: None, lambda is_for_good: ended.set() if is_for_good else None)
+        first.close()
+        second = greeted(listener)
+        link.close()
+        second.send(Accepted())
+        second.limit(10)
+        with pytest.raises(ConnectionError):
+            second.receive()
+        second.close()
+    assert not ended.is_set(), "it was asked to leave"
+
+
+def greeted(listener: socket.socket) -> Frames[ToHub]:
+    """Return the next connection, over which a rank has said hello."""
+    connection, _ = listener.accept()
+    frames: Frames[ToHub] = Frames(connection, decoder_of(ToHub))
+    assert isinstance(frames.receive(), GroupHello)
+    return frames
 
 
 def test_strangers_that_say_nothing_keep_no_thread_each(address: str) -> None:

@@ -408,11 +408,15 @@ class MultiprocExecutor:
         self._check_weights()
 
     def _await_answers(self) -> None:
-        """Wait a moment for what a rank has answered before it ended: ZMQ's own thread reads it."""
+        """Wait a moment for what ranks have answered before they ended: ZMQ's own thread reads it. Raises as
+        :meth:`_check_weights`."""
         answers = zmq.Poller()
         for worker in self.workers:
             answers.register(worker.socket, zmq.POLLIN)
-        answers.poll(_ANSWER_MS)
+        ends_at = time.monotonic() + _ANSWER_MS / 1e3
+        # Not only for the first one: of three ranks, the next may be another that fails because the cause has ended.
+        while (left := ends_at - time.monotonic()) > 0 and answers.poll(math.ceil(left * 1e3)):
+            self._check_weights()
 
     def _check_weights(self) -> None:
         """Raise ``WeightsDamagedError`` if that is why a rank has failed: the others fail because it has ended."""

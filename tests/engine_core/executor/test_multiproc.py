@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import msgspec
 import pytest
@@ -30,7 +31,9 @@ from tokenloom.engine_core.data.errors import (
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared
 from tokenloom.engine_core.executor import multiproc, worker_launch
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.executor.worker_launch import WorkerErrorKind, WorkerProcess, WorkerReply
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
+from tokenloom.engine_core.wire.frames import Decoder, encode
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 FAILING_WORKER = """
@@ -289,6 +292,34 @@ def test_a_rank_whose_weights_are_damaged_is_the_cause_whichever_fails_first(
     monkeypatch.setitem(globals(), "RESET_WORKER", script)
     error = fail_in_two(tmp_path, is_killed=True, is_dummy=is_dummy)
     assert (type(error), str(error)) == (WeightsDamagedError, "worker 1: x")
+
+
+def test_damaged_weights_are_the_cause_though_two_others_fail_first() -> None:
+    """The answer of the second of these was taken for the last one that comes."""
+    executor = MultiprocExecutor.__new__(MultiprocExecutor)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ends = [context.socket(zmq.PAIR) for _ in range(3)]
+    executor.workers = []
+    for rank, end in enumerate(ends):
+        end.bind(f"inproc://{rank}")
+        worker = create_autospec(WorkerProcess, instance=True, rank=rank, socket=context.socket(zmq.PAIR))
+        worker.socket.connect(f"inproc://{rank}")
+        executor.workers.append(worker)
+    executor._watch = multiproc.WorkerWatch()
+    executor._replies, executor._late = [{}, {}, {}], {}
+    executor._decoder = Decoder(WorkerReply)
+
+    def fail(rank: int, kind: WorkerErrorKind) -> None:
+        ends[rank].send_multipart(encode(WorkerReply(1, error_kind=kind, error="x")))
+
+    fail(1, WorkerErrorKind.FAILED)
+    late = threading.Timer(0.02, fail, (2, WorkerErrorKind.DAMAGED))
+    late.start()
+    with pytest.raises(WeightsDamagedError, match="worker 2: x"):
+        executor._raise_failure(0, WorkerReply(1, error_kind=WorkerErrorKind.FAILED, error="reset by peer"))
+    late.join()
+    executor._watch.close("")
+    context.destroy(linger=0)
 
 
 def test_a_rank_that_fails_alone_is_not_waited_for_until_others_end(

@@ -3,9 +3,11 @@
 import ctypes
 import logging
 import os
+import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4
 _NICENESS = 10
+_GROUP_TRIES = 32
 
 
 def wake_with_parent() -> None:
@@ -35,8 +38,15 @@ def yield_processors() -> None:
     with suppress(PermissionError):  # it leads its group already
         os.setsid()
     os.nice(_NICENESS)
-    with suppress(OSError):  # a kernel without these groups, or a sandbox
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+    # Without it a session has as much of the processors as all of the mesh.
+    for _ in range(_GROUP_TRIES):
+        try:
+            Path("/proc/self/autogroup").write_text(str(_NICENESS))
+            break
+        except BlockingIOError:  # of users other than root the kernel takes one change in 0.1 s from all processes
+            time.sleep(random.uniform(0.05, 0.15))
+        except OSError:  # a kernel without these groups, or a sandbox
+            break
 
 
 def is_stopped(pid: int | None) -> bool:

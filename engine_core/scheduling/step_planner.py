@@ -25,6 +25,8 @@ from .seats import (
 )
 from .stats_recorder import StatsRecorder
 
+_NONE: frozenset[str] = frozenset()
+
 
 class PauseState(enum.IntEnum):
     """Which requests the scheduler still plans (names and values as in vLLM V1)."""
@@ -213,7 +215,7 @@ class StepPlanner:
         """Plan a step, which is empty when no request can run."""
         if self._adapters is not None:
             self._adapters.begin_step(self._running)
-        taken_back, deferred = None, frozenset[str]()
+        taken_back, deferred = None, _NONE
         if self._live.are_several and pause_state is PauseState.UNPAUSED:
             # Before the running requests are planned, or the victim would have a row in this step and be preempted in
             # it.
@@ -222,13 +224,16 @@ class StepPlanner:
         if self._crowded is not None:
             deferred |= {request.request_id for request in self._running if request.request_id != self._crowded}
             self._crowded = None
-        others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
+        others = _NONE if self._num_stages == 1 else self._rows_of_other_steps()
         takes_turns = self._prompt_turns is not None and (self._live.are_several or self._live.num_costly)
         begun = self._begun_prompts() if self._has_rest else []
-        may_begin = pause_state is PauseState.UNPAUSED and not self._left_unused
-        prompts = begun if self.prompt_share is None else self._prompts_by_slowdown(self.prompt_share, begun, may_begin)
+        prompts = begun
+        # The number of waiting tokens is 0 exactly when the queue is empty.
+        if (begun or self._waiting.num_tokens) and (share := self.prompt_share) is not None:
+            may_begin = pause_state is PauseState.UNPAUSED and not self._left_unused
+            prompts = self._prompts_by_slowdown(share, begun, may_begin)
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget(begun, prompts))
-        held = self._decoding(begun) if self._left_of_gap else frozenset[str]()
+        held = self._decoding(begun) if self._left_of_gap else _NONE
         self._grants = None
         if self._prompt_turns is not None and takes_turns and (begun or self._waiting):
             heads = self._waiting.heads(None) if self._waiting else ()
@@ -240,19 +245,18 @@ class StepPlanner:
         if begun and len(prompts) > 1:
             self._shares = self._deal(prompts, plan.budget - (0 if held else len(self._running) - len(begun)))
         if self._running:
-            self._plan_running(plan, deferred | others | held)
+            self._plan_running(plan, deferred | others | held if deferred or others or held else _NONE)
         # A step that had to preempt admits no one: a newcomer would take the blocks that the victim has just given up.
         has_room = not plan.preempted_req_ids
         # After has_room is read: a seat that was taken back is meant for a waiting request of this very step.
         if taken_back is not None:
             plan.preempted_req_ids.append(taken_back)
         num_running = len(self._running)
-        # The number of waiting tokens is 0 exactly when the queue is empty.
         if has_room and self._waiting.num_tokens:
             # Unlike in vLLM, preempted requests resume in a pause that waits: its answer comes when no request that had
             # begun is left, and these had begun.
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
-        self._left_unused = plan.budget > 0 and len(prompts) > len(begun) > 0 and len(self._running) <= num_running
+        self._left_unused = len(prompts) > len(begun) > 0 < plan.budget and len(self._running) <= num_running
         if deferred and len(self._running) <= num_running:  # no request began, so there is no reason to leave any out
             left_out = others.union(plan.num_scheduled_tokens, held)
             self._plan_running(plan, left_out, may_preempt=not plan.num_scheduled_tokens)

@@ -27,24 +27,35 @@ def begin() -> None:
 
 
 def read_message() -> bytes | None:
-    """Return the next message; None: the parent has closed the pipe."""
-    header = sys.stdin.buffer.read(LENGTH.size)
-    if len(header) < LENGTH.size:
+    """Return the next message; None: the parent has closed the pipe, or was killed, also within a message."""
+    try:
+        header = sys.stdin.buffer.read(LENGTH.size)
+        return _read_rest(header) if len(header) == LENGTH.size else None
+    except ConnectionResetError:  # it had not read the last answer
         return None
-    return sys.stdin.buffer.read(*LENGTH.unpack(header))
+
+
+def _read_rest(header: bytes) -> bytes | None:
+    (size,) = LENGTH.unpack(header)
+    data = sys.stdin.buffer.read(size)
+    return data if len(data) == size else None
 
 
 def read_message_with_files(pipe: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Return the next message and the descriptors that came with it, which the caller closes; None: the parent has
-    closed the pipe. ``pipe``: stdin, opened before the process confined itself."""
+    """Return the next message and the descriptors that came with it, which the caller closes; None as
+    :func:`read_message`. ``pipe``: stdin, opened before the process confined itself."""
     header, files = b"", list[int]()
-    while len(header) < LENGTH.size:
-        part, more, _, _ = socket.recv_fds(pipe, LENGTH.size - len(header), MAX_DESCRIPTORS)
-        files += more
-        if not part:
-            return None
-        header += part
-    return sys.stdin.buffer.read(*LENGTH.unpack(header)), files
+    try:
+        while len(header) < LENGTH.size:
+            part, more, _, _ = socket.recv_fds(pipe, LENGTH.size - len(header), MAX_DESCRIPTORS)
+            files += more
+            if not part:
+                return None
+            header += part
+        data = _read_rest(header)
+    except ConnectionResetError:
+        return None
+    return None if data is None else (data, files)
 
 
 def write_message(data: bytes) -> None:

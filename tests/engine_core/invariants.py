@@ -78,8 +78,8 @@ def _check_rows(media: RowStore, scheduler: Scheduler) -> None:
         request = scheduler.requests[request_id]
         start = request.kv.num_computed_tokens if request.status is RequestStatus.RUNNING else holding.start
         lacks = request.kv.lacks_cross
-        needed = [span for span in request.kv.media if span.end > start or (span.is_beside and lacks)]
-        needed = list(dict.fromkeys(span.rows_key for span in needed))
+        spans = [span for span in request.kv.media if span.end > start or (span.is_beside and lacks)]
+        needed = list(dict.fromkeys(span.rows_key for span in spans))
         if request.status is RequestStatus.RUNNING:  # an image that stands twice moves back
             assert set(holding.keys) <= set(needed)
         else:

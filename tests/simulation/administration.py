@@ -156,7 +156,7 @@ def _knows(part: Part, revision: int) -> bool:
     if part.process is None:
         return False
     if part.kind == "coordinator":
-        return max(_revision(part), part.service._predecessor.desired.revision) >= revision
+        return max(_revision(part), int(part.service._predecessor.desired.revision)) >= revision
     if part.kind == "engine" and part.is_ready:
         known: int = part.service.engine.identity.facts.desired.revision
         return known >= revision

@@ -148,7 +148,7 @@ class Client:
             return math.inf
         if ask.away > _LONG_AWAY_SECONDS and self.answer.num_moves:
             return _LONG_PATIENCE_SECONDS
-        return min(ask.patience * 2**self._num_fruitless, _LONG_PATIENCE_SECONDS)
+        return min(ask.patience * 2.0**self._num_fruitless, _LONG_PATIENCE_SECONDS)
 
     def _leave(self, asking: "asyncio.Task[None]") -> None:
         """Leave a call, of which its gateway learns later."""
@@ -251,7 +251,7 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     )
 
 
-def _chat(token_ids: list[int], files: Sequence[bytes]) -> Chat:
+def _chat(token_ids: Sequence[int], files: Sequence[bytes]) -> Chat:
     """Return a conversation whose text is the ids of its tokens, with marks for images."""
     media = [MediaPart(f"messages[0].content[{index}]", ClientFile.of(file)) for index, file in enumerate(files)]
     return Chat(json.dumps([{"role": "user", "content": json.dumps(token_ids)}]).encode(), media=media)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ class Helper(RenderProcess):
         self._ended = asyncio.Event()
         self.is_stopped = False
 
-    async def talk(self, request: bytes, seconds: float) -> bytes:
+    async def talk(self, request: bytes, seconds: float, files: Sequence[int] = ()) -> bytes:
         try:
             async with asyncio.timeout(STOPPED_SECONDS if self.is_stopped else RENDER_SECONDS):
                 await self._ended.wait()

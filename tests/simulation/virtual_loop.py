@@ -125,7 +125,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _advance(self) -> None:
         """Move the time to the next timer, if nothing is ready now."""
         timers = self._timers
-        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if self._ready:
             return
@@ -141,14 +141,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if not ready:
                 return
             handle = ready.popleft()
-            if handle._cancelled:  # type: ignore[attr-defined]
+            if handle._cancelled:
                 continue
             if self._any_halted:
                 process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]
                 if process is not None and (process.is_frozen or process.is_dead):
                     process.held.append(handle)
                     continue
-            handle._run()  # type: ignore[attr-defined]
+            handle._run()
         raise SimulationStuck(f"{_MAX_CALLS_AT_ONCE} calls at {self._now}: {list(ready)[:3]}")
 
     # What asyncio needs of a loop

@@ -299,7 +299,8 @@ class _Load:
 
 
 class KVLoads:
-    """Owns one task per attempt that loads KV; bounded by the live attempts."""
+    """Owns one task for each attempt that loads KV: bounded by the live attempts, and by those of the last two minutes
+    whose owner did not answer."""
 
     def __init__(
         self,

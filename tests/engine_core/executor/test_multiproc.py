@@ -518,7 +518,7 @@ def test_a_process_that_the_system_refuses_is_a_worker_that_cannot_be_replaced(
     """Then it is tried again: see :mod:`tokenloom.engine_core.process.core_process`."""
     executor = MultiprocExecutor(make_config(), WORKER_COMMAND, world_size=2)
     core = EngineCore(make_config(), executor)
-    start, started = subprocess.Popen, []
+    start, started = subprocess.Popen, list["subprocess.Popen[bytes]"]()
 
     def refuse_the_second(*args: Any, **fields: Any) -> Any:
         if started:

@@ -342,11 +342,11 @@ def _make_fp8(
     """Make a layer of 8-bit floats with a scale for each output, as they are stored, for the tensor cores of a GPU;
     None: it has none for them, or the weights are not made for that."""
     # A rank with a part of the inputs would have to know the largest of a row, which others may not compute.
-    if not isinstance(cuts[0][1], int) or not computes_fp8(device):
+    if not isinstance(cuts[0][1], int):
         return None
     floats = [each.floats() for each in packed if isinstance(each, PackedFloats) and each.rounds_inputs]
     weights = [each for each in floats if each is not None and each.scales.shape[1] == 1]
-    if len(weights) < len(packed):
+    if len(weights) < len(packed) or not computes_fp8(device):
         return None
     pairs = list(zip(weights, cuts, strict=True))
     # As bytes: torch joins no 8-bit floats.

@@ -100,6 +100,9 @@ class McpGenerator:
 class McpRounds:
     """Generates round by round, in the place of one generation. Between two rounds it holds no place of requests."""
 
+    num_outputs = 1
+    """As :class:`RunningGeneration` has it."""
+
     def __init__(
         self,
         opener: McpGenerator,

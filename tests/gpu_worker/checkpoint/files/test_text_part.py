@@ -94,10 +94,11 @@ def test_names_of_tensors(stored: str, name: str | None) -> None:
 
 def test_what_images_change_is_read_from_the_whole_configuration() -> None:
     found = {kind: media_switches(values) for kind, values in CONFIGS.items()}
-    assert found["llava"] == found["pixtral"] == found["gemma4_e2b"] == MediaSwitches()
+    assert found["llava"] == found["pixtral"] == MediaSwitches()
+    assert found["gemma4_e2b"] == MediaSwitches(kinds=("image", "video"))
     assert found["llava_next"] is None
     assert found["gemma3"] == MediaSwitches(seen_whole="all")
-    assert found["gemma4_26b_a4b"] == MediaSwitches(seen_whole="sliding")
+    assert found["gemma4_26b_a4b"] == MediaSwitches(seen_whole="sliding", kinds=("image", "video"))
     films = ("image", "video")
     assert found["qwen2_5_vl"] == MediaSwitches(axes=(0, 0, 1, 1, 1, 2, 2, 2), kinds=films)
     assert found["qwen3_vl_moe"] == MediaSwitches(2, axes=(0, 1, 2) * 4, kinds=films)

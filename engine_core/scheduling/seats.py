@@ -47,6 +47,9 @@ class PromptShare:
 
     def __init__(self, least: int) -> None:
         self.least = least
+        self.most_at_once = _UNLIMITED
+        """Tokens of a step of prompts alone: as few as cost no more for being few, because what comes meanwhile waits
+        for the whole step. Unlimited while costs are unknown."""
         self._rate = 0.0  # prompt tokens a second
         self._seconds = 0.0  # of steps without prompts
 
@@ -62,18 +65,13 @@ class PromptShare:
                 seconds = max(seconds - self._seconds, seconds / 2)
             rate = num_tokens / seconds
             self._rate += _WEIGHT * (rate - self._rate) if self._rate else rate
+        if self._rate and self._seconds:
+            self.most_at_once = max(self.least, int(_AT_ONCE * self._rate * self._seconds))
 
     def most_beside_others(self) -> int:
         """Return the prompt tokens of one tenant that a step may compute beside another one that decodes: as many as
         take the time of a step without any, so that each of the two has half of the time."""
         return max(self.least // 2, int(self._rate * self._seconds), 1)
-
-    def most_at_once(self) -> int:
-        """Return the tokens of a step of prompts alone: as few as cost no more for being few, because what comes
-        meanwhile waits for the whole step. Unlimited while costs are unknown."""
-        if not self._rate or not self._seconds:
-            return _UNLIMITED
-        return max(self.least, int(_AT_ONCE * self._rate * self._seconds))
 
     def by_slowdown(self, prompts: Iterable[Request], now: int) -> list[Request]:
         """Return ``prompts`` in the order in which they are computed: within a priority, first the one that has waited

@@ -228,8 +228,9 @@ class StepPlanner:
         takes_turns = self._prompt_turns is not None and (self._live.are_several or self._live.num_costly)
         begun = self._begun_prompts() if self._has_rest else []
         prompts = begun
-        # The number of waiting tokens is 0 exactly when the queue is empty.
-        if (begun or self._waiting.num_tokens) and (share := self.prompt_share) is not None:
+        # The number of waiting tokens is 0 exactly when the queue is empty. Where nothing runs, a step has no budget to
+        # divide, and waiting requests begin in their own order.
+        if self._running and (begun or self._waiting.num_tokens) and (share := self.prompt_share) is not None:
             may_begin = pause_state is PauseState.UNPAUSED and not self._left_unused
             prompts = self._prompts_by_slowdown(share, begun, may_begin)
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget(begun, prompts))
@@ -338,11 +339,11 @@ class StepPlanner:
             return self._max_tokens
         num_decoding = len(self._running) - len(begun)
         fewest = len(begun) + self._fewest_of_prompt
-        if not prompts:  # what is left over is for drafts
-            return min(self._max_tokens, num_decoding + max(fewest, share.least))
-        at_once = share.most_at_once()
+        at_once = share.most_at_once
         if not num_decoding:
             return min(self._max_tokens, max(fewest, at_once))
+        if not prompts:  # what is left over is for drafts
+            return min(self._max_tokens, num_decoding + max(fewest, share.least))
         num_tokens = min(self._max_tokens, share.num_tokens(num_decoding, prompts, self._clock(), self._full_at))
         if self._live.are_several and self._delays_others():
             num_tokens = min(num_tokens, share.most_beside_others())

@@ -24,6 +24,7 @@ or in some families their patches."""
 OPTIONS = frozenset({"min_pixels", "max_pixels", "crop_to_patches", "min_patches", "max_patches", "max_soft_tokens"})
 """What a request may change; everything else is the checkpoint's."""
 _BOUNDS = frozenset({"min_pixels", "max_pixels"})
+_CROPS = "crop_to_patches"
 _NESTED = ("Idefics3", "SmolVLM", "LlavaOnevision")
 """Their processors take a list of images for each prompt."""
 _COUNTS_IMAGES = "LlavaOnevision"
@@ -77,6 +78,9 @@ class Processor:
         options = dict(options or {})
         if unknown := options.keys() - OPTIONS:
             raise BadImage(f"mm_processor_kwargs: {', '.join(sorted(unknown))} cannot be set.")
+        for name, value in options.items():  # transformers refuses another type by errors of its own kind
+            if type(value) is not (bool if name == _CROPS else int):
+                raise BadImage(f"mm_processor_kwargs: {name} is of another type.")
         if options.keys() & _BOUNDS:
             options["size"] = self._bounds(options.pop("min_pixels", None), options.pop("max_pixels", None))
         image = read_image(data, max_pixels)
@@ -95,10 +99,13 @@ class Processor:
 
     def _bounds(self, least: int | None, most: int | None) -> dict[str, int]:
         """Return the option that sets the pixels of an image, of which the two that clients know are to leave
-        transformers. What a client does not set is the checkpoint's, as far as that is possible."""
-        size = self._images.size
-        most = most or size.longest_edge
-        return {"shortest_edge": least or min(size.shortest_edge, most), "longest_edge": most}
+        transformers. What a client does not set is the checkpoint's, as far as that is possible. Raises
+        :class:`.BadImage` if the checkpoint has no such bounds."""
+        own_least, own_most = (getattr(self._images.size, f"{edge}_edge", None) for edge in ("shortest", "longest"))
+        if own_least is None or own_most is None:
+            raise BadImage("mm_processor_kwargs: this model has no min_pixels and max_pixels.")
+        most = most or own_most
+        return {"shortest_edge": least or min(own_least, most), "longest_edge": most}
 
     def frames(
         self, data: bytes, plan: Mapping[str, Any], *, limits: VideoLimits = USUAL_LIMITS, max_bytes: int = MAX_BYTES

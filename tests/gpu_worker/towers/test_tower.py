@@ -184,6 +184,16 @@ def test_options_that_requests_may_not_set_are_refused(tmp_path: Path) -> None:
     processor = Processor(write_whole_vision("llava", tmp_path))
     with pytest.raises(BadImage, match="do_resize"):
         processor.pixels(png(picture(20, 20)), {"do_resize": False})
+    with pytest.raises(BadImage, match="has no min_pixels and max_pixels"):
+        processor.pixels(png(picture(20, 20)), {"min_pixels": 3})
+
+
+@pytest.mark.parametrize("option", [{"min_pixels": "a"}, {"max_pixels": 2.5}, {"max_pixels": None}])
+def test_options_of_another_type_are_refused(option: dict[str, Any], tmp_path: Path) -> None:
+    """An error of another kind would end the process that prepares images."""
+    processor = Processor(write_whole_vision("qwen2_vl", tmp_path))
+    with pytest.raises(BadImage, match=f"{next(iter(option))} is of another type"):
+        processor.pixels(png(picture(20, 20)), option)
 
 
 def test_files_are_prepared_without_torch(tmp_path: Path) -> None:

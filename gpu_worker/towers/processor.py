@@ -138,7 +138,7 @@ class FrameColours:
     def read(cls, settings: Mapping[str, Any], defaults: "_Defaults") -> "FrameColours":
         """Read the settings of a checkpoint's processor. Raises ``ValueError`` or ``TypeError`` for those that are not
         known."""
-        for name in ("do_resize", "do_rescale", "do_convert_rgb"):
+        for name in ("do_resize", "do_rescale"):  # do_convert_rgb changes nothing: frames are RGB
             if not settings.get(name, True):
                 raise ValueError(f"videos are prepared without {name}, which is not known")
         if settings.get("do_center_crop"):

@@ -112,6 +112,13 @@ def test_other_families_are_shown_no_videos(tmp_path: Path) -> None:
         processor.frames(listed(shades(2)), {"frames": [0], "height": 28, "width": 28})
 
 
+@pytest.mark.parametrize("value", [None, False])
+def test_frames_are_rgb_whether_they_are_converted_or_not(value: bool | None, tmp_path: Path) -> None:
+    path = write_whole_vision("internvl", tmp_path)
+    (path / "video_preprocessor_config.json").write_text(json.dumps({"do_convert_rgb": value}))
+    assert Processor(path).reads_videos
+
+
 def test_settings_that_are_not_known_are_refused(tmp_path: Path) -> None:
     path = write_whole_vision("qwen2_vl", tmp_path)
     (path / "video_preprocessor_config.json").write_text(json.dumps({"do_resize": False}))

@@ -258,10 +258,17 @@ class StartSteps:
         self.largest: LargestStep | None = None
 
     def compute_largest(self, lengths: list[int]) -> LargestStep:
-        """Compute the largest step, of prompts of these lengths, unless what it takes is known."""
+        """Compute the largest step, of prompts of these lengths, unless what it takes is known. Raises ``ValueError``
+        if the memory of the device has no room for it."""
         # The step in all layers was most of a start: 1.5 s of CPU for the demo model instead of 0.9, minutes for
         # billions of weights. Each layer frees its activations before the next, so a few show the same peak.
-        self.largest = self._notes.largest_step(lengths, self._measure)
+        try:
+            self.largest = self._notes.largest_step(lengths, self._measure)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"beside the weights there is no memory for a step of {sum(lengths)} tokens: lower "
+                f"max_num_batched_tokens ({error})"
+            ) from error
         return self.largest
 
     def graph_bytes(self) -> int:

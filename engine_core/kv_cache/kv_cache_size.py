@@ -42,9 +42,12 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
     capacity = _capacity(config, model, max(0, num_blocks - has_null_block - cross_blocks)) * config.cache.block_size
     if capacity < (config.max_model_len or 2):
         beside = f", beside the {cross_blocks} of a sound" if cross_blocks else ""
+        # A smaller step leaves more of what was measured, and a window's layers keep the chunk of a prompt.
+        is_step_in_it = model.kv_groups or (config.cache.num_blocks is None and config.cache.memory_bytes is None)
         raise ValueError(
             f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.cache.block_size}{beside}), fewer "
             f"than max_model_len {wanted}; increase its memory or lower max_model_len"
+            f"{' or max_num_batched_tokens' if is_step_in_it else ''}"
         )
     return KVCacheConfig(
         num_blocks=num_blocks,

@@ -85,6 +85,17 @@ def test_the_platform_says_how_much_is_left_for_kv():
     assert worker.determine_available_memory() == (5 << 20) - activations
 
 
+def test_a_step_without_room_is_refused_by_the_option_that_sizes_it() -> None:
+    class Full(ApartPlatform):
+        def peak_of(self, call) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    worker = ModelWorker(make_config(), Full())
+    worker.load_model()
+    with pytest.raises(ValueError, match=r"no memory for a step of 64 tokens: lower max_num_batched_tokens \(CUDA"):
+        worker.determine_available_memory()
+
+
 def test_what_graphs_keep_is_left_out_of_the_kv_pool(monkeypatch):
     use_tensor_backend(monkeypatch)
     config, left = make_config(), {}

@@ -32,6 +32,14 @@ def test_the_context_shrinks_to_what_fits() -> None:
     assert size(available=16 * 100 * 7) == KVCacheConfig(num_blocks=7, max_model_len=112)
 
 
+def test_a_smaller_step_is_named_where_it_leaves_more_for_the_cache() -> None:
+    with pytest.raises(ValueError, match=r"lower max_model_len or max_num_batched_tokens$"):
+        size(max_model_len=113, available=16 * 100 * 7)
+    for fixed in ({"num_blocks": 7}, {"memory_bytes": 16 * 100 * 7}):
+        with pytest.raises(ValueError, match=r"lower max_model_len$"):
+            size(max_model_len=113, **fixed)
+
+
 def test_a_context_that_was_asked_for_does_not_shrink() -> None:
     with pytest.raises(ValueError, match=r"holds 112 tokens \(7 blocks of 16\), fewer than max_model_len 113"):
         size(max_model_len=113, available=16 * 100 * 7)

@@ -430,7 +430,8 @@ class HeldProtocol(HttpProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._arrives = False
+        if self._upgrading is None:  # otherwise the body of a request that asks for another protocol follows
+            self._arrives = False
 
     def _refuse(self, status: bytes, text: bytes, reason: str) -> None:
         if self._goes_on:

@@ -152,6 +152,21 @@ async def test_a_request_behind_another_one_is_noted() -> None:
                     await asyncio.sleep(0)
 
 
+async def test_the_body_of_a_request_that_asks_for_another_protocol_is_stored() -> None:
+    """As Java's client sends it, in a piece of its own."""
+    fields = b"host: here\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+    head = b"POST /wait HTTP/1.1\r\n" + fields + b"content-length: 2\r\n\r\n"
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            assert await server.take(PastResponse(b"", state=ARRIVED), ours) == "idle"
+            for piece in (head, b"{", b"}"):
+                client.send(piece)
+                await asyncio.sleep(0.01)
+            (record,) = table.records()
+            assert (record.past.request, record.past.state) == (head + b"{}", ARRIVED)
+            await received(client, b"POST")
+
+
 async def test_a_part_of_a_further_request_is_noted_too() -> None:
     """Also what was read with the request itself, before its response is held."""
     async with serving() as (server, table):

@@ -101,7 +101,7 @@ def test_answers_are_those_of_the_whole_model(serve: Any, tmp_path: Path, kind: 
     assert usage.prompt_tokens_details.cached_tokens >= 64
     assert served.num_encoded() == before, "a second turn computes no row"
 
-    options, theirs = {"num_frames": 4}, dict[str, Any](num_frames=4)
+    options, theirs = {"num_frames": 2}, dict[str, Any](num_frames=2)
     if isinstance(model, VideoModel):
         options |= {"max_pixels": 40_000}
         theirs |= {"size": model.size(max_pixels=40_000)}

@@ -198,8 +198,8 @@ _MOST_UNKNOWN = 64
 
 
 class GroupHub:
-    """Serves one group until :meth:`close`. When a member is lost, the others are told at once, and go on without it
-    until it comes again."""
+    """Serves one group until :meth:`close`. When a member is lost, the hub sends that to the others at once, and they
+    go on without it until it comes again."""
 
     def __init__(
         self, address: str, hello: GroupHello, size: int, secret: bytes = b"", *, takes_facts: bool = False

@@ -217,7 +217,20 @@ class PastAnswers:
             del self._indexes[key]
 
 
-class SuffixProposer:
+class _WithoutModel:
+    """Has what :class:`~.speculation.Proposer` asks of drafts that a model makes."""
+
+    def make_kv_caches(self) -> None:
+        """Do nothing: no model drafts."""
+
+    def drop_kv_caches(self) -> None:
+        """Do nothing."""
+
+    def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:
+        """Do nothing."""
+
+
+class SuffixProposer(_WithoutModel):
     """Fulfils :class:`~.speculation.Proposer`."""
 
     def __init__(self, batch: InputBatch, config: SpeculativeConfig) -> None:
@@ -240,15 +253,6 @@ class SuffixProposer:
             self._own.pop(new.req_id, None)
             self._keys[new.req_id] = (new.tenant, new.cache_salt)
 
-    def make_kv_caches(self) -> None:
-        """Do nothing: no model drafts."""
-
-    def drop_kv_caches(self) -> None:
-        """Do nothing."""
-
-    def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:
-        """Do nothing."""
-
     def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
         proposed = {}
         for req_id, count in wanted.items():
@@ -267,7 +271,7 @@ class SuffixProposer:
         return proposed
 
 
-class NgramProposer:
+class NgramProposer(_WithoutModel):
     """Fulfils :class:`~.speculation.Proposer`."""
 
     def __init__(self, batch: InputBatch, shortest: int, longest: int) -> None:
@@ -281,15 +285,6 @@ class NgramProposer:
             self._indexes.pop(req_id, None)
         for new in step.scheduled_new_reqs:
             self._indexes.pop(new.req_id, None)
-
-    def make_kv_caches(self) -> None:
-        """Do nothing: no model drafts."""
-
-    def drop_kv_caches(self) -> None:
-        """Do nothing."""
-
-    def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:
-        """Do nothing."""
 
     def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
         proposed = {}

@@ -59,8 +59,8 @@ def is_stopped(pid: int | None) -> bool:
 
 def is_ending(pid: int) -> bool:
     """Return whether a process has begun to end, or has ended; True also if its state is not known."""
-    # The kernel sets the flag before it closes what the process had open: whoever has seen the end of a connection to
-    # the process finds it.
+    # The kernel sets the flag before it closes what the process had open, so the flag is set when a peer reads the end
+    # of a connection to the process.
     try:
         state, *_, flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:7]
         return state in (b"Z", b"X") or bool(int(flags) & _PF_EXITING)

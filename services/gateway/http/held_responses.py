@@ -240,8 +240,7 @@ class HeldTable:
         return held
 
     def end_arrival(self) -> None:
-        """Note that one of the requests that have arrived is not told from those of which more is known, or has
-        ended."""
+        """Count one less of the requests that have arrived only in part: it has arrived as a whole, or has ended."""
         self._num_arriving -= 1
 
     def _can_hold(self, flow: ClientFlow) -> bool:

@@ -381,7 +381,7 @@ class HeldProtocol(HttpProtocol):
     def end_response(self, *, keep_alive: bool, lingers: bool) -> None:
         # Now: the task may run on while the next response is written.
         if self._latest is not None:
-            if lingers or not keep_alive:  # another gateway would read on, where the client is told that none does
+            if lingers or not keep_alive:  # the response says so to the client; another gateway would read on
                 self._latest.mark_followed()
             self._latest.close()
             self._arrives = False

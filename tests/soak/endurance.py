@@ -163,7 +163,7 @@ def run(seconds: float, rate: float, seed: int, layout: str) -> bool:
     lines = Tail()
     endurance = Endurance(LayoutRun(only, (0, 1), _NO_FAULTS, options, print), seconds, rate)
     try:
-        asyncio.run(run_layout(only, with_proxies=False, write_line=lines, work=endurance.work))
+        asyncio.run(run_layout(only, options, cuts_links=False, write_line=lines, work=endurance.work))
     except BaseException:
         print(lines.text(), file=sys.stderr)
         raise

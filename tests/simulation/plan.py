@@ -248,9 +248,10 @@ def with_migrations(plan: Plan) -> Plan:
     random = Random(f"migrations {plan.seed}")
 
     def drawn(ask: Ask) -> Ask:
-        max_tokens = min(random.randrange(20, 60), _LONGEST - len(ask.prompt))
-        stop = _draw_stop(random, ask.prompt, max_tokens, plan.state_chunk) if ask.stop else ()
-        wanted = expected(ask.prompt, max_tokens, stop, plan.state_chunk)
+        tokens, hashed = with_rows(ask.prompt, ask.files)
+        max_tokens = min(random.randrange(20, 60), _LONGEST - len(tokens))
+        stop = _draw_stop(random, tokens, max_tokens, plan.state_chunk, hashed=hashed) if ask.stop else ()
+        wanted = expected(tokens, max_tokens, stop, plan.state_chunk, hashed=hashed)
         return replace(ask, max_tokens=max_tokens, stop=stop, expected=wanted)
 
     def fault() -> Fault:
@@ -323,13 +324,18 @@ def with_losses_together(plan: Plan) -> Plan:
     mesh = replace(plan, num_gateways=2, num_output_processors=num, num_tokenizers=2, copies_journals=True, spares=True)
 
     def resumed(ask: Ask) -> Ask:
-        max_tokens = min(random.randrange(20, 60), _LONGEST - len(ask.prompt))
-        stop = _draw_stop(random, ask.prompt, max_tokens, plan.state_chunk) if ask.stop else ()
-        wanted = expected(ask.prompt, max_tokens, stop, plan.state_chunk)
+        tokens, hashed = with_rows(ask.prompt, ask.files)
+        max_tokens = min(random.randrange(20, 60), _LONGEST - len(tokens))
+        stop = _draw_stop(random, tokens, max_tokens, plan.state_chunk, hashed=hashed) if ask.stop else ()
+        wanted = expected(tokens, max_tokens, stop, plan.state_chunk, hashed=hashed)
         longer = replace(ask, max_tokens=max_tokens, stop=stop, expected=wanted, gateway=random.randrange(2))
         has_key = random.random() < 0.3  # and repeats its request instead of resuming it
         return replace(
-            longer, resumes=True, cut_after=None, patience=30.0 if has_key else None, is_chat=ask.seed % 3 == 0
+            longer,
+            resumes=True,
+            cut_after=None,
+            patience=30.0 if has_key else None,
+            is_chat=bool(ask.files) or ask.seed % 3 == 0,
         )
 
     def losses(at: float) -> list[Fault]:

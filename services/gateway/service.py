@@ -63,7 +63,7 @@ from .tenants.tenant_shares import TenantMetrics, TenantShares
 
 if TYPE_CHECKING:
     from .http.body_files import BodyFiles
-    from .http.held_responses import HeldTable
+    from .http.held_table import HeldTable
     from .http.server.connection_holder import TakenConnections
 
 log = logging.getLogger(__name__)
@@ -183,8 +183,9 @@ class GatewayService:
 
     def _hold(self, directory: Path, http: HttpServer, counter: Counter) -> "TakenConnections":
         """Store responses for other gateways, and return what takes those of others."""
-        from .http.held_responses import HeldTable  # here: most gateways hold nothing
-        from .http.server.connection_holder import HeldProtocol, TakenConnections
+        from .http.held_table import HeldTable  # here: most gateways hold nothing
+        from .http.server.connection_holder import TakenConnections
+        from .http.server.held_protocol import HeldProtocol
 
         table = self._held or HeldTable(0)
         table.port = parse(http.address).port

@@ -7,8 +7,7 @@ from pathlib import Path
 from . import grpc_reference
 from .from_vllm import from_vllm
 from .grpc_reference import read_protos
-from .http_reference import http_api
-from .service_pages import callers, configuration
+from .service_pages import callers, configuration, http_api
 
 PAGES = {
     "reference/configuration.md": configuration,

@@ -44,7 +44,7 @@ from . import orca
 
 if TYPE_CHECKING:
     from ..http.body_files import BodyFiles
-    from ..http.held_responses import HeldResponse
+    from ..http.held_response import HeldResponse
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from .response_counts import OTHER
 
 if TYPE_CHECKING:
     from .body_files import BodyFiles
-    from .held_responses import HeldResponse, PastResponse
+    from .held_response import HeldResponse
+    from .held_table import PastResponse
 
 
 IGNORED_HEADER = b"x-tokenloom-ignored"

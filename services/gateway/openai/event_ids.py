@@ -17,7 +17,7 @@ from ..mesh.collector import Delta
 from ..records.request_ids import ClientPosition, is_request_id
 
 if TYPE_CHECKING:
-    from ..http.held_responses import HeldResponse
+    from ..http.held_response import HeldResponse
 
 MAX_OUTPUTS = 64
 """Events of answers with more outputs have no ids, which would be longer than the events."""

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers.members import PeerMembers
-from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
+from tokenloom.services.runtime.peers.members import PeerMembers, ReplicaIndex
 from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN
 from tokenloom.v1 import tokenizer_pb2
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -14,7 +14,7 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.request.packed_ids import num_ids
 from tokenloom.request.prefix_schedule import SESSION_HASHES
 from tokenloom.services.runtime.peers.hello import is_foreign
-from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
+from tokenloom.services.runtime.peers.members import ReplicaIndex
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.services.runtime.tasks import first_of

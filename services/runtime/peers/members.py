@@ -1,9 +1,16 @@
-"""Finds the replicas of a service: given addresses, and DNS names with one entry per replica."""
+"""Finds the replicas of a service: given addresses, and DNS names with one entry per replica; and the position of this
+process among those of its own service, by which it works with a subset of them in a large mesh."""
 
 import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from .. import addresses
 from ..addresses import DNS, Address
@@ -15,6 +22,10 @@ log = logging.getLogger(__name__)
 REFRESH_SECONDS = 2.0
 WIDE_SECONDS = 60.0
 """How long a process works with all replicas, once it sought something that may be at any of them."""
+
+_AGAIN_SECONDS = 0.2
+_OLD_COORDINATOR_SECONDS = 10.0
+"""The pause after a coordinator has answered that it has no such call: an update of the mesh replaces it."""
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Returns the IP addresses of a name and port. Raises ``OSError`` when they are not known now."""
@@ -111,6 +122,41 @@ class PeerMembers:
             self.chosen = frozenset(subset.choose(known, self._position, self._size))
         for address in sorted(self.chosen - before):
             self._joined(address)
+
+
+class ReplicaIndex:
+    """Enrolls this process with the coordinator. While the coordinator is away, the last position stays.
+
+    Attributes:
+        position: None until the coordinator has sent it; the process then works with all members.
+    """
+
+    def __init__(self, service: str, instance_id: str) -> None:
+        self._request = coordinator_pb2.EnrollRequest(service=service, instance_id=instance_id)
+        self.position: ReplicaPosition | None = None
+
+    async def run(
+        self, stub: "coordinator_pb2_grpc.CoordinatorAsyncStub", moved: Callable[[], object] = lambda: None
+    ) -> NoReturn:
+        """Stay enrolled until cancelled. ``moved``: called when the position has changed."""
+        while True:
+            call, wait = stub.Enroll(self._request), _AGAIN_SECONDS
+            try:
+                while isinstance(message := await call.read(), coordinator_pb2.Position):
+                    if message.count and (position := ReplicaPosition(message.index, message.count)) != self.position:
+                        self.position = position
+                        moved()
+            except grpc.aio.AioRpcError as error:
+                log.debug("enrolment: %s", error.code().name)
+                # During a rolling update the coordinator may be of the release before; all members are then used, as in
+                # that release.
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    wait = _OLD_COORDINATOR_SECONDS
+            except Exception:  # of a position that cannot be: the last one stays
+                log.exception("a position of the coordinator cannot be taken")
+            finally:
+                call.cancel()
+            await asyncio.sleep(wait)
 
 
 async def _resolve(host: str, port: int) -> Iterable[str]:

@@ -27,8 +27,8 @@ from .connections import CONNECTION_LIMIT, MIN_IDLE_SECONDS, NO_RESPONSE, Connec
 from .http_protocol import HttpContext, HttpProtocol
 
 if TYPE_CHECKING:
-    from ..held_responses import PastResponse
-    from .connection_holder import HeldProtocol
+    from ..held_table import PastResponse
+    from .held_protocol import HeldProtocol
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class HttpServer:
         self._server.config.http = cast(type[asyncio.Protocol], self._make_protocol)
 
     async def take(self, past: "PastResponse", connection: socket.socket) -> str:
-        """Continue the response of another gateway, after :meth:`hold`; see :class:`.connection_holder.HeldProtocol`
+        """Continue the response of another gateway, after :meth:`hold`; see :class:`.held_protocol.HeldProtocol`
         for what is returned. Owns the connection."""
         connection.setblocking(False)
         server = self._server

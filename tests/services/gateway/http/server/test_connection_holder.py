@@ -6,11 +6,11 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,24 +18,26 @@ from prometheus_client import CollectorRegistry
 from tests.services.gateway.fakes import SOON
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientDisconnected, TurnShare
-from tokenloom.services.gateway.http.held_responses import (
+from tokenloom.services.gateway.http.held_response import HeldResponse
+from tokenloom.services.gateway.http.held_table import (
     ARRIVED,
     BEGUN,
     CHUNKED,
     ENDED,
     FOLLOWED,
     HeldRecord,
-    HeldResponse,
     HeldTable,
     PastResponse,
 )
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server import connection_holder, http_protocol
-from tokenloom.services.gateway.http.server.connection_holder import HeldProtocol, TakenConnections
+from tokenloom.services.gateway.http.server.connection_holder import TakenConnections
 from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.held_protocol import HeldProtocol
 from tokenloom.services.gateway.http.server.http_server import HttpServer
 from tokenloom.services.gateway.metrics.gateway_metrics import count_taken
 
+Found = TypeVar("Found")
 SLOW_REQUEST = b"POST /slow HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 REQUEST = b"POST /a HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{}"
 HELD_REQUEST = b"POST /held HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
@@ -107,6 +109,14 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield listener.accept()[0], client
 
 
+async def until(find: Callable[[], Found]) -> Found:
+    """Return the first true value of a function, which is called after each turn of the event loop."""
+    async with asyncio.timeout(SOON):
+        while not (found := find()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    return found
+
+
 async def received(client: socket.socket, end: bytes) -> bytes:
     data = b""
     async with asyncio.timeout(SOON):
@@ -125,9 +135,7 @@ async def test_a_response_that_has_begun_goes_on_and_the_connection_stays() -> N
             assert await received(client, b"0\r\n\r\n") == b"5\r\nhello\r\n8\r\nthe rest\r\n0\r\n\r\n"
             client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
             assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
-        async with asyncio.timeout(SOON):
-            while table.num_held:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: not table.num_held)
 
 
 async def test_a_connection_ends_with_its_response_if_a_further_request_was_read() -> None:
@@ -147,9 +155,7 @@ async def test_a_request_behind_another_one_is_noted() -> None:
             taking = asyncio.create_task(server.take(PastResponse(SLOW_REQUEST), ours))
             assert await taking == "not_begun"
             client.send(REQUEST)
-            async with asyncio.timeout(SOON):
-                while not any(record.past.state & FOLLOWED for record in table.records()):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            await until(lambda: any(record.past.state & FOLLOWED for record in table.records()))
 
 
 async def test_the_body_of_a_request_that_asks_for_another_protocol_is_stored() -> None:
@@ -172,9 +178,7 @@ async def test_a_part_of_a_further_request_is_noted_too() -> None:
     async with serving() as (server, table):
         with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
             client.send(HELD_REQUEST + b"POST /a HTTP")
-            async with asyncio.timeout(SOON):
-                while not (records := [each for each in table.records() if each.past.is_known]):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            records = await until(lambda: [each for each in table.records() if each.past.is_known])
             assert records[0].past.state & FOLLOWED
 
 
@@ -216,9 +220,7 @@ async def test_a_request_of_which_a_repeat_would_act_twice_ends_with_its_gateway
             assert (await received(client, b"0")).endswith(b"\r\n\r\n0")  # nothing is held while it is answered
             client.send(b"POST /a HTTP/1.0\r\nhost: here\r\n\r\n")
             await received(client, b"POST")
-            async with asyncio.timeout(SOON):
-                while table.num_held:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            await until(lambda: not table.num_held)
 
 
 async def test_a_connection_without_a_request_is_idle() -> None:
@@ -227,18 +229,14 @@ async def test_a_connection_without_a_request_is_idle() -> None:
         table.port = port_of(server)
         with socket.create_connection(("127.0.0.1", table.port)) as client:
             client.setblocking(False)
-            async with asyncio.timeout(SOON):
-                while not (found := idle_ones(table)):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                (descriptor,) = found
-                for _ in range(2):
-                    client.send(REQUEST)
-                    await received(client, b"POST")
-                    assert idle_ones(table) == [descriptor]
-                client.send(SLOW_REQUEST.replace(b"slow", b"held"))
-                while not table.num_held:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                assert idle_ones(table) == []
+            (descriptor,) = await until(lambda: idle_ones(table))
+            for _ in range(2):
+                client.send(REQUEST)
+                await received(client, b"POST")
+                assert idle_ones(table) == [descriptor]
+            client.send(SLOW_REQUEST.replace(b"slow", b"held"))
+            await until(lambda: table.num_held)
+            assert idle_ones(table) == []
         table.port += 1
         with socket.create_connection(("127.0.0.1", port_of(server))):
             await asyncio.sleep(0.01)
@@ -284,15 +282,13 @@ async def test_a_connection_with_unsent_bytes_is_not_idle() -> None:
         with socket.create_connection(("127.0.0.1", table.port)) as client:
             client.setblocking(False)
             client.send(REQUEST.replace(b"/a", b"/large"))
+            await until(lambda: server._server.server_state.total_requests)
+            assert idle_ones(table) == []
+            last = b""
             async with asyncio.timeout(SOON):
-                while server._server.server_state.total_requests == 0:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                assert idle_ones(table) == []
-                last = b""
                 while not last.endswith(b"end of it"):
                     last = last[-9:] + await asyncio.get_running_loop().sock_recv(client, 1 << 20)
-                while not idle_ones(table):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: idle_ones(table))
 
 
 async def test_a_request_is_stored_in_no_slot_of_an_earlier_one() -> None:
@@ -302,14 +298,10 @@ async def test_a_request_is_stored_in_no_slot_of_an_earlier_one() -> None:
             client.setblocking(False)
             client.send(REQUEST + HELD_REQUEST)
             await received(client, b"POST")
-            async with asyncio.timeout(SOON):
-                while not (records := [each for each in table.records() if each.past.is_known]):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                assert records[0].past.request.startswith(b"POST /held ")
+            records = await until(lambda: [each for each in table.records() if each.past.is_known])
+            assert records[0].past.request.startswith(b"POST /held ")
             assert table.num_held == 1
-        async with asyncio.timeout(SOON):
-            while table.num_held:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: not table.num_held)
 
 
 async def test_nothing_is_stored_for_a_client_that_has_left() -> None:
@@ -317,9 +309,7 @@ async def test_nothing_is_stored_for_a_client_that_has_left() -> None:
     async with serving() as (server, table):
         with socket.create_connection(("127.0.0.1", port_of(server))) as client:
             client.send(HELD_REQUEST.replace(b"/held", b"/left"))
-        async with asyncio.timeout(SOON):
-            while not LEFT:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: LEFT)
         assert LEFT.pop() is None
         assert (table.num_held, list(table.records())) == (0, [])
 
@@ -330,14 +320,10 @@ async def test_a_request_behind_one_that_is_made_again_ends_its_connection() -> 
         with connection() as (ours, client):
             assert await server.take(PastResponse(SLOW_REQUEST.replace(b"slow", b"wait"), state=ARRIVED), ours)
             client.send(REQUEST)
-            async with asyncio.timeout(SOON):
-                while not any(record.past.state & FOLLOWED for record in table.records()):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            await until(lambda: any(record.past.state & FOLLOWED for record in table.records()))
             (record,) = table.records()
             assert record.rest(record.base) == PastResponse(record.past.request, state=ARRIVED | FOLLOWED)
-        async with asyncio.timeout(SOON):
-            while table.num_held:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: not table.num_held)
         with connection() as (ours, client):
             request = REQUEST.replace(b"/a", b"/wait")
             await server.take(PastResponse(request, state=ARRIVED | FOLLOWED), ours)
@@ -353,12 +339,10 @@ async def test_requests_of_one_piece_are_answered_by_the_next_gateway() -> None:
         with connection() as (ours, client):
             assert await server.take(PastResponse(b"", state=ARRIVED), ours) == "idle"
             client.send(REQUEST.replace(b"/a", b"/wait") + REQUEST)
-            async with asyncio.timeout(SOON):
-                while not (records := list(table.records())):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                past = records[0].rest(records[0].base)
-                assert past is not None
-                assert (past.request.count(b"POST"), past.state) == (2, ARRIVED)
+            records = await until(lambda: list(table.records()))
+            past = records[0].rest(records[0].base)
+            assert past is not None
+            assert (past.request.count(b"POST"), past.state) == (2, ARRIVED)
             with connection() as (again, other):
                 await server.take(past, again)
                 data = b""
@@ -402,14 +386,11 @@ async def test_what_waits_for_a_turn_of_the_event_loop_is_noted(monkeypatch: pyt
     async with serving() as (server, table):
         with connection() as (ours, client):
             assert await server.take(PastResponse(SLOW_REQUEST), ours) == "not_begun"
-            while not list(table.records()):  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            await until(lambda: list(table.records()))
             monkeypatch.setattr(TurnShare, "take", lambda _: False)
             monkeypatch.setattr(TurnShare, "call", lambda *_: None)
             client.send(REQUEST)
-            async with asyncio.timeout(SOON):
-                while not any(record.past.state & FOLLOWED for record in table.records()):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            await until(lambda: any(record.past.state & FOLLOWED for record in table.records()))
 
 
 async def test_the_end_of_a_response_arrives_although_more_is_sent() -> None:
@@ -432,9 +413,7 @@ async def test_the_next_response_is_held_although_the_task_of_the_last_one_runs(
             assert await server.take(PastResponse(request), ours) == "not_begun"
             await received(client, b"late")
             client.send(HELD_REQUEST)
-            async with asyncio.timeout(SOON):
-                while not any(b"/held" in record.past.request for record in table.records()):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            await until(lambda: any(b"/held" in record.past.request for record in table.records()))
             assert table.num_held == 1
 
 
@@ -461,9 +440,7 @@ async def test_nothing_is_given_to_a_gateway_that_does_not_answer(
             listener.bind(str(path))
             listener.listen()
             assert await server.take(PastResponse(SLOW_REQUEST), ours.dup()) == "not_begun"
-            async with asyncio.timeout(SOON):
-                while not (records := list(table.records())):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            records = await until(lambda: list(table.records()))
             held: list[Any] = [(records[0], ours)]
             await asyncio.to_thread(connection_holder._give_all, table, path, held)
             assert len(held) == 1
@@ -552,9 +529,8 @@ async def test_a_message_that_no_holder_sends_harms_no_other(socket_dir: Path) -
         taken = TakenConnections(socket_dir, "gateway-0", server.take, count_taken(CollectorRegistry()))
         task = asyncio.create_task(taken.serve())
         path, loop = socket_dir / "gateway-0.held", asyncio.get_running_loop()
+        await until(path.exists)
         async with asyncio.timeout(SOON):
-            while not path.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0)
             with socket.socket(socket.AF_UNIX) as wrong:
                 wrong.setblocking(False)
                 await loop.sock_connect(wrong, str(path))

@@ -14,7 +14,8 @@ import pytest
 
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientFlow
-from tokenloom.services.gateway.http.held_responses import (
+from tokenloom.services.gateway.http.held_response import HeldResponse, hold_arrival, hold_response
+from tokenloom.services.gateway.http.held_table import (
     ARRIVED,
     BEGUN,
     CHUNKED,
@@ -23,14 +24,13 @@ from tokenloom.services.gateway.http.held_responses import (
     NAMED,
     RING_BYTES,
     HeldRecord,
-    HeldResponse,
     HeldTable,
     OutputEntry,
     PastResponse,
-    num_taken,
 )
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.request_body import RequestBody
+from tokenloom.services.gateway.http.tcp_counters import num_taken
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 PLAIN_HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -54,7 +54,7 @@ class Connection:
         return HttpExchange(("POST", path, b"a=1"), pairs, body, sink)
 
     def begin(self, table: HeldTable, body: bytes = b"{}", **headers: str) -> HeldResponse:
-        held = table.begin(self.flow, self.exchange(host="here", **headers), body)
+        held = hold_response(table, self.flow, self.exchange(host="here", **headers), body)
         assert held is not None
         return held
 
@@ -125,17 +125,19 @@ async def test_requests_of_any_size(size: int) -> None:
 async def test_what_cannot_be_continued_is_not_held() -> None:
     table = HeldTable(1)
     async with connected() as connection:
-        assert table.begin(connection.flow, connection.exchange(), b"x" * (1 << 20)) is None
-        assert table.begin(connection.flow, connection.exchange("/v1/a b"), b"") is None
+        assert hold_response(table, connection.flow, connection.exchange(), b"x" * (1 << 20)) is None
+        assert hold_response(table, connection.flow, connection.exchange("/v1/a b"), b"") is None
         assert table.num_held == 0
         held = connection.begin(table)
-        assert table.begin(connection.flow, connection.exchange(), b"") is None  # no slot is left
+        assert hold_response(table, connection.flow, connection.exchange(), b"") is None  # no slot is left
         held.close()
-        assert HeldTable(0).begin(connection.flow, connection.exchange(), b"") is None
+        assert hold_response(HeldTable(0), connection.flow, connection.exchange(), b"") is None
     mine, other = socket.socketpair()
     with other:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, mine)
-        assert table.begin(ClientFlow(transport), connection.exchange(), b"") is None  # the kernel does not count
+        assert (
+            hold_response(table, ClientFlow(transport), connection.exchange(), b"") is None
+        )  # the kernel does not count
         transport.abort()
         await asyncio.sleep(0)
 
@@ -144,16 +146,16 @@ async def test_requests_that_arrive_leave_slots_to_those_of_which_more_is_known(
     """Nothing is known of the clients that send first bytes."""
     table = HeldTable(4)
     async with connected() as one, connected() as two, connected() as three:
-        arrived = table.arrive(one.flow, b"POST")
+        arrived = hold_arrival(table, one.flow, b"POST")
         assert arrived is not None
-        assert table.arrive(two.flow, b"POST") is not None
-        assert table.arrive(three.flow, b"POST") is None
+        assert hold_arrival(table, two.flow, b"POST") is not None
+        assert hold_arrival(table, three.flow, b"POST") is None
         arrived.know()
-        other = table.arrive(three.flow, b"POST")
+        other = hold_arrival(table, three.flow, b"POST")
         assert other is not None
         other.close()
         arrived.close()
-        assert table.arrive(one.flow, b"POST") is not None
+        assert hold_arrival(table, one.flow, b"POST") is not None
         three.begin(table)
         assert table.num_held == 3
 
@@ -161,7 +163,7 @@ async def test_requests_that_arrive_leave_slots_to_those_of_which_more_is_known(
 async def test_what_is_stored_behind_a_request_is_lost_once_it_is_answered() -> None:
     table = HeldTable(4)
     async with connected() as connection:
-        held = table.arrive(connection.flow, b"two requests")
+        held = hold_arrival(table, connection.flow, b"two requests")
         assert held is not None
         held.mark_followed(is_stored=True)
         assert only(table.records()).past.state == ARRIVED
@@ -171,7 +173,7 @@ async def test_what_is_stored_behind_a_request_is_lost_once_it_is_answered() -> 
         await asyncio.sleep(0)
         assert not table.num_held
     async with connected() as connection:
-        held = table.arrive(connection.flow, b"two requests and a part of a third one")
+        held = hold_arrival(table, connection.flow, b"two requests and a part of a third one")
         assert held is not None
         held.mark_followed()
         held.mark_followed(is_stored=True)
@@ -376,7 +378,7 @@ async def test_what_was_given_away_is_given_to_no_other() -> None:
 async def test_a_response_to_what_has_arrived_is_made_once_more_or_ends() -> None:
     table = HeldTable(1)
     async with connected() as connection:
-        held = table.arrive(connection.flow, b"POST /a HTTP/1.1")
+        held = hold_arrival(table, connection.flow, b"POST /a HTTP/1.1")
         assert held is not None
         assert held.arrive(b"\r\nhost: here\r\n\r\n")
         record = only(table.records())
@@ -397,7 +399,7 @@ async def test_a_response_to_what_has_arrived_is_made_once_more_or_ends() -> Non
         held.close()
         await asyncio.sleep(0)
         assert not held.arrive(b"late")
-        held = table.arrive(connection.flow, b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        held = hold_arrival(table, connection.flow, b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
         assert held is not None
         held.know()
         connection.flow.transport.write(HEAD)
@@ -413,7 +415,7 @@ async def test_a_tail_is_stored_from_the_beginning(size: int) -> None:
     table, tail = HeldTable(1), bytes(range(250)) * (size // 250 + 1)
     past = PastResponse(b"the request", tail[:size], BEGUN | CHUNKED | NAMED, ID, 7, (OutputEntry(True, False, 9, 9),))
     async with connected() as connection:
-        held = table.begin(connection.flow, connection.exchange(), b"", past)
+        held = hold_response(table, connection.flow, connection.exchange(), b"", past)
         assert held is not None
         record = only(table.records())
         assert record.missing(num_taken(record.descriptor)) == past.tail
@@ -459,7 +461,7 @@ async def test_a_request_for_which_there_is_no_descriptor_is_not_held(monkeypatc
     table = HeldTable(1)
     monkeypatch.setattr(os, "memfd_create", full)
     async with connected() as connection:
-        assert table.begin(connection.flow, connection.exchange(host="here"), b"x" * (20 << 10)) is None
+        assert hold_response(table, connection.flow, connection.exchange(host="here"), b"x" * (20 << 10)) is None
         assert table.num_held == 0
 
 
@@ -468,6 +470,6 @@ async def test_the_response_to_a_client_that_has_left_is_not_held() -> None:
     async with connected() as connection:
         connection.transport.abort()
         for _ in range(3):
-            assert table.begin(connection.flow, connection.exchange(host="here"), b"{}") is None
+            assert hold_response(table, connection.flow, connection.exchange(host="here"), b"{}") is None
             assert table.num_held == 0
             await asyncio.sleep(0)

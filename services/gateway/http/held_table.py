@@ -1,0 +1,314 @@
+"""The table of the responses that a gateway writes: memory that it shares with the holder of its connections, and that
+outlives it.
+
+Each response has a slot for its request, the bytes that were written last, and how much of each output they cover. This
+module has the layout of a slot, and reads it; :class:`.held_response.HeldResponse` writes it. Both count from the store
+of one number on, so the slot is right at whichever instruction the gateway is killed.
+"""
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .tcp_counters import cookie_of, is_established, local_port, num_read, num_taken
+
+MAX_HELD = 1024
+"""Responses that are held at the same time; further ones end with their gateway."""
+MOST_BUFFERED = 16 << 10
+"""A response waits for its client while this process has more bytes of it that the kernel has not taken."""
+MOST_AT_ONCE = 16 << 10
+"""Bytes of a piece of a response. A larger piece is not stored, nor is what follows it."""
+RING_BYTES = MOST_BUFFERED + 2 * MOST_AT_ONCE
+"""What was written last. A piece that was stored in part, when the gateway was killed, takes the place of the oldest
+bytes; what the kernel has not taken is among the others."""
+MOST_LEFT = RING_BYTES - MOST_AT_ONCE
+REQUEST_BYTES = 14 << 10
+"""A larger request is stored in a file in memory of its own."""
+MOST_REQUEST_BYTES = 1 << 20
+"""The response to a larger request is not held."""
+MOST_FILE_BYTES = 64 << 20
+"""Of all requests in files of their own."""
+MOST_OUTPUTS = 64
+
+BEGUN, CHUNKED, NAMED, SHAPED, ENDED, FOLLOWED, ARRIVED = 1, 2, 4, 8, 16, 32, 64
+"""States of a response, added up: its head was written, its body is in chunks, its request has an id, the events before
+any output were written, its last byte was written, the connection ends with it, as where more was read from the client,
+which is lost, and no more is known than what has arrived of the request: the response can be made once more, but not
+continued."""
+
+FIXED = struct.Struct("@QQQiiII40s")
+"""Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request."""
+FixedFields = tuple[int, int, int, int, int]
+"""Cookie, base, bytes of the request, descriptor, file of the request or -1: they stay until the slot is free."""
+BANKS = [struct.Struct(f"@{2 + count}Q") for count in range(MOST_OUTPUTS + 1)]
+"""Length and state of the response, and a word for each output. There are two banks; the number that is stored last is
+odd if the second one counts."""
+FIXED_AT, GIVEN_AT, FOLLOWED_AT, SINCE_AT, BANKS_AT, BANK_BYTES = 8, 104, 112, 120, 128, 16 + 8 * MOST_OUTPUTS
+SINCE_BYTES, SINCE_TOKENS, SINCE_CHARS = 2, 18, 38
+"""Where they begin in the word of what was added to a response of one output since a bank was stored: bytes, tokens and
+characters. Its lowest bits are those of the bank's number: where they are not, nothing was added to that bank."""
+LENGTH_AT = FIXED_AT + 16
+BEHIND, STORED_BEHIND = 1, 2
+"""What was read behind the request: bytes that are lost with the gateway, or some that are stored with the request. The
+latter are read again with it while the response has not begun."""
+REQUEST_AT = 2 << 10
+RING_AT = REQUEST_AT + REQUEST_BYTES
+SLOT_BYTES = RING_AT + RING_BYTES
+_PAIR = struct.Struct("@QQ")
+_MOST_IDLE = 1 << 16
+"""Connections with a higher descriptor end with their gateway where no request is in work."""
+
+
+def bytes_since(since: int) -> int:
+    return since >> SINCE_BYTES & (1 << SINCE_TOKENS - SINCE_BYTES) - 1
+
+
+def word_since(word: int, since: int) -> int:
+    """Return a word of an :class:`OutputEntry` with what was added."""
+    num_tokens = since >> SINCE_TOKENS & (1 << SINCE_CHARS - SINCE_TOKENS) - 1
+    return word + (num_tokens << 2) + (since >> SINCE_CHARS << 33)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEntry:
+    """How much of one output the bytes of a response cover.
+
+    Attributes:
+        has_begun: Whether there is an event of the output.
+        num_chars: Of the text, before it was parsed.
+    """
+
+    has_begun: bool = False
+    is_finished: bool = False
+    num_tokens: int = 0
+    num_chars: int = 0
+
+    @classmethod
+    def of(cls, word: int) -> "OutputEntry":
+        return cls(bool(word & 1), bool(word & 2), word >> 2 & 0x7FFFFFFF, word >> 33)
+
+    @property
+    def word(self) -> int:
+        return self.has_begun | self.is_finished << 1 | self.num_tokens << 2 | self.num_chars << 33
+
+
+@dataclass(frozen=True, slots=True)
+class PastResponse:
+    """What another gateway has done of a response.
+
+    Attributes:
+        request: As the client sent it, with the body as it was decoded from chunks.
+        tail: What was stored of the response and the kernel has not taken.
+        state: Sum of the states above.
+        request_id: The mesh's; empty without :data:`NAMED`.
+        created: When the answer began, in seconds since the epoch.
+        entries: By output.
+    """
+
+    request: bytes
+    tail: bytes = b""
+    state: int = 0
+    request_id: str = ""
+    created: int = 0
+    entries: tuple[OutputEntry, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether more is known than what has arrived of the request."""
+        return not self.state & ARRIVED
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has, or gets with the tail, the head of the response."""
+        return bool(self.state & BEGUN)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the same is true of the events before any output."""
+        return bool(self.state & SHAPED)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows the tail: a body that is not in chunks was stored with its head."""
+        return bool(self.state & ENDED) or self.state & (BEGUN | CHUNKED) == BEGUN
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRecord:
+    """What a slot says of a response.
+
+    Attributes:
+        slot: Its number.
+        descriptor: Of the connection in the gateway.
+        cookie: The kernel's name of the connection, which no other socket gets.
+        base: Bytes that the kernel had taken from the connection before the response.
+        total: Bytes of the response that were stored.
+        last: The last of them.
+        past: All else; without a tail.
+    """
+
+    slot: int
+    descriptor: int
+    cookie: int
+    base: int
+    total: int
+    last: bytes
+    past: PastResponse
+
+    def rest(self, num_taken: int) -> PastResponse | None:
+        """Return the response with the bytes that the kernel has not taken, as another gateway goes on with it; None if
+        none can. ``num_taken``: bytes that the kernel has taken from the connection."""
+        tail, past = self.missing(num_taken), self.past
+        if tail is None or past.is_known or past.is_over:
+            return None if tail is None else replace(past, tail=tail)
+        # The next gateway makes all of it, and the client must have nothing of another making.
+        return PastResponse(past.request, state=ARRIVED | past.state & FOLLOWED) if num_taken == self.base else None
+
+    def missing(self, num_taken: int) -> bytes | None:
+        """Return the bytes that the kernel has not taken; None if it has others than the stored ones.
+
+        ``num_taken``: bytes that it has taken from the connection.
+        """
+        num_left = self.base + self.total - num_taken
+        return self.last[len(self.last) - num_left :] if 0 <= num_left <= len(self.last) else None
+
+
+class HeldTable:
+    """The slots, and which connections have no request in work. Processes that are forked from this one share both.
+
+    Attributes:
+        port: At which the gateway accepts connections; 0: none is known.
+    """
+
+    def __init__(self, num_slots: int = MAX_HELD) -> None:
+        self.memory = mmap.mmap(-1, max(num_slots, 1) * SLOT_BYTES)
+        self.words = memoryview(self.memory).cast("Q")
+        # The port, and by descriptor the cookie of a connection and how many of its bytes were of ended requests.
+        self._idle = memoryview(mmap.mmap(-1, 16 * (_MOST_IDLE + 1))).cast("Q")
+        self._num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))  # the one that was used last is next: its pages exist
+        self._num_arriving = 0
+        self._file_bytes = 0
+
+    @property
+    def num_held(self) -> int:
+        """Responses that have a slot."""
+        return self._num_slots - len(self._free)
+
+    @property
+    def port(self) -> int:
+        return self._idle[0]
+
+    @port.setter
+    def port(self, port: int) -> None:
+        self._idle[0] = port
+
+    def note_idle(self, descriptor: int, cookie: int, num_received: int) -> None:
+        """Note that all ``num_received`` bytes that were read from a connection are of requests that have ended."""
+        if 0 <= descriptor < _MOST_IDLE:
+            self._idle[2 * descriptor + 2 : 2 * descriptor + 4] = memoryview(_PAIR.pack(cookie, num_received)).cast("Q")
+
+    def is_idle(self, descriptor: int) -> bool:
+        """Return whether a descriptor is a connection of a client of which nothing was read but requests that have
+        ended: another gateway may read on. Called once the gateway has ended."""
+        try:
+            if not is_established(descriptor) or local_port(descriptor) != self.port:
+                return False
+            count = num_read(descriptor)
+            known = self._idle[2 * descriptor + 2 : 2 * descriptor + 4] if descriptor < _MOST_IDLE else ()
+            return not count or list(known) == [cookie_of(descriptor), count]
+        except OSError:  # no socket, or none of this kind
+            return False
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    @property
+    def may_arrive(self) -> bool:
+        """Whether one more request may have a slot of which only a part has arrived."""
+        # Clients send first bytes before their keys are checked: they never take the slots of all others.
+        return not self.is_full and 2 * self._num_arriving < self._num_slots
+
+    def begin_arrival(self) -> None:
+        """Count one more of the requests that have arrived only in part."""
+        self._num_arriving += 1
+
+    def end_arrival(self) -> None:
+        """Count one less of the requests that have arrived only in part: it has arrived as a whole, or has ended."""
+        self._num_arriving -= 1
+
+    def take(self, connection: socket.socket, request: bytes) -> tuple[int, FixedFields] | None:
+        """Store a request in a free slot, which :meth:`free` gives back; None where it is too large, or the connection
+        is none whose bytes the kernel counts."""
+        file_bytes = len(request) if len(request) > REQUEST_BYTES else 0
+        if len(request) > MOST_REQUEST_BYTES or self._file_bytes + file_bytes > MOST_FILE_BYTES:
+            return None
+        try:
+            descriptor, cookie, base = connection.fileno(), cookie_of(connection), num_taken(connection)
+            file = _file_of(request) if file_bytes else -1
+        except OSError:  # a unix socket, or no memory or descriptor is left for a file
+            return None
+        slot = self._free.pop()
+        self._file_bytes += file_bytes
+        if not file_bytes:
+            start = slot * SLOT_BYTES + REQUEST_AT
+            self.memory[start : start + len(request)] = request
+        return slot, (cookie, base, len(request), descriptor, file)
+
+    def free(self, slot: int, file_bytes: int) -> None:
+        """Give a slot back. ``file_bytes``: of the request, if it has a file of its own."""
+        self.words[slot * SLOT_BYTES // 8] = 0
+        self._file_bytes -= file_bytes
+        self._free.append(slot)
+
+    def records(self) -> Iterator[HeldRecord]:
+        """Yield the responses that no one was given, once the gateway has ended."""
+        for slot in range(self._num_slots):
+            at = slot * SLOT_BYTES
+            if (commit := self.words[at // 8]) and not self.words[(at + GIVEN_AT) // 8]:
+                yield self._record(slot, commit)
+
+    def mark_given(self, slot: int) -> None:
+        """Note that a response is given to a gateway: whatever happens then, it is given to no second one."""
+        self.words[(slot * SLOT_BYTES + GIVEN_AT) // 8] = 1
+
+    def _record(self, slot: int, commit: int) -> HeldRecord:
+        at, memory = slot * SLOT_BYTES, self.memory
+        cookie, base, length, descriptor, file, created, num_outputs, name = FIXED.unpack_from(memory, at + FIXED_AT)
+        bank = BANKS[num_outputs].unpack_from(memory, at + BANKS_AT + (commit & 1) * BANK_BYTES)
+        total, state, *entries = bank
+        since = self.words[(at + SINCE_AT) // 8]
+        if since & 3 == commit & 3 and since > 3:
+            total, entries[0] = total + bytes_since(since), word_since(entries[0], since)
+        followed = self.words[(at + FOLLOWED_AT) // 8]
+        if followed == BEHIND or (followed == STORED_BEHIND and state & BEGUN):
+            state |= FOLLOWED
+        request = memory[at + REQUEST_AT : at + REQUEST_AT + length] if file < 0 else os.pread(file, length, 0)
+        ring = memory[at + RING_AT : at + SLOT_BYTES]
+        end = total % RING_BYTES
+        last = ring[:total] if total < RING_BYTES else ring[end:] + ring[:end]
+        is_named = bool(state & NAMED)
+        past = PastResponse(
+            request,
+            state=state,
+            request_id=name.decode() if is_named else "",
+            created=created,
+            entries=tuple(map(OutputEntry.of, entries)) if is_named else (),
+        )
+        return HeldRecord(slot, descriptor, cookie, base, total, last[-MOST_LEFT:], past)
+
+
+def _file_of(data: bytes) -> int:
+    """Return the descriptor of a file in memory."""
+    file = os.memfd_create("tokenloom-held-request")
+    try:
+        with open(file, "wb", buffering=0, closefd=False) as written:
+            written.write(data)
+    except OSError:
+        os.close(file)
+        raise
+    return file

@@ -220,8 +220,7 @@ class ModelSlot:
         with self.lost_on_error(path):
             if self.is_loaded:
                 # Layer by layer: both copies of the weights took 164 MiB more for 136 MiB of float32, one layer at a
-                # time takes 9 (tests/gpu_worker/test_model_slot.py). With int8-dynamic it is 42, because rounding makes
-                # several float32 copies of a matrix.
+                # time takes 9. With int8-dynamic it is 42, because rounding makes several float32 copies of a matrix.
                 self._loader.replace_weights(self.model, path)
             else:
                 self._on_host = None

@@ -344,7 +344,10 @@ async def compared(
     """Return by seed how the outcomes of requests differ, of those that do. ``tolerance``: as in `differences`."""
     theirs = await over_http(http, asked, at_once)
     ours = await asyncio.to_thread(offline, llm, asked, at_once)
-    found = {each.seed: differences(each, *pair, tolerance) for each, *pair in zip(asked, theirs, ours, strict=True)}
+    found = {
+        each.seed: differences(each, one, other, tolerance)
+        for each, one, other in zip(asked, theirs, ours, strict=True)
+    }
     assert sum(not outcome.is_refused for outcome in ours) > 0.8 * len(asked)
     return {seed: lines for seed, lines in found.items() if lines}
 

@@ -335,6 +335,7 @@ def with_losses_together(plan: Plan) -> Plan:
             resumes=True,
             cut_after=None,
             patience=30.0 if has_key else None,
+            away=Ask.away,
             is_chat=bool(ask.files) or ask.seed % 3 == 0,
         )
 
@@ -362,6 +363,8 @@ def with_images(plan: Plan) -> Plan:
     files = [file_of(number, num_rows) for number in range(3) for num_rows in (6, 12)]
     beginning = list(_draw_ids(random, 10))
     rows_bytes = random.choice((1 << 20, 12 * 4 * HIDDEN_SIZE, 20 * 4 * HIDDEN_SIZE))
+    if plan.state_chunk > 1:
+        rows_bytes = 1 << 20  # rows that come one image at a time end chunks where they stand
     pair = replace(plan, num_encoders=2, num_tokenizers=2, rows_bytes=rows_bytes)
 
     def drawn(ask: Ask) -> Ask:
@@ -373,8 +376,8 @@ def with_images(plan: Plan) -> Plan:
         if random.random() < 0.7:
             prompt = beginning + prompt
         tokens, hashed = with_rows(tuple(prompt), shown)
-        stop = _draw_stop(random, tokens, ask.max_tokens, hashed=hashed) if ask.stop else ()
-        wanted = expected(tokens, ask.max_tokens, stop, hashed=hashed)
+        stop = _draw_stop(random, tokens, ask.max_tokens, plan.state_chunk, hashed=hashed) if ask.stop else ()
+        wanted = expected(tokens, ask.max_tokens, stop, plan.state_chunk, hashed=hashed)
         return replace(ask, prompt=tuple(prompt), files=shown, is_chat=True, stop=stop, expected=wanted)
 
     def fault() -> Fault:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ TOGETHER_SEEDS = (*range(24), 7079)
 LIAR_SEEDS = 24
 MOVER_SEEDS = 8
 OWNER_SEEDS = 16
+REDRAWN = ("has_states", "has_images", "has_movers", "has_losses_together", "has_migrations")
+"""Kinds that draw the prompts or clients of a plan again, and thus what is expected of those before them."""
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -115,6 +118,12 @@ def test_blocks_that_are_read_too_early_are_found() -> None:
 def test_parts_that_are_lost_together_cost_no_answer(seed: int) -> None:
     """A gateway and an output processor die in the same instant, or a whole host: the clients resume from copies."""
     assert not run_seed(seed, has_losses_together=True, has_states=seed % 4 == 0).violations
+
+
+@pytest.mark.parametrize(("first", "second"), combinations(REDRAWN, 2))
+def test_two_kinds_at_once_are_expected(first: str, second: str) -> None:
+    for seed in (910000, 910002):
+        assert not run_seed(seed, **{first: True, second: True}).violations
 
 
 def test_copies_are_resumed() -> None:

@@ -120,7 +120,7 @@ def test_parts_that_are_lost_together_cost_no_answer(seed: int) -> None:
     assert not run_seed(seed, has_losses_together=True, has_states=seed % 4 == 0).violations
 
 
-@pytest.mark.parametrize(("first", "second"), combinations(REDRAWN, 2))
+@pytest.mark.parametrize(("first", "second"), list(combinations(REDRAWN, 2)))
 def test_two_kinds_at_once_are_expected(first: str, second: str) -> None:
     for seed in (910000, 910002):
         assert not run_seed(seed, **{first: True, second: True}).violations

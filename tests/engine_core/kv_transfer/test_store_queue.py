@@ -3,8 +3,8 @@
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,7 +306,6 @@ def test_a_store_that_is_full_is_still_read(asked: Asked, monkeypatch: pytest.Mo
 
 
 def test_the_end_waits_once_for_all_threads_that_hang(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_queue, "_JOIN_SECONDS", 0.5)
     begun, ends = threading.Barrier(4), threading.Event()
 
     def hang(*arguments: object, **options: object) -> None:
@@ -322,7 +321,16 @@ def test_the_end_waits_once_for_all_threads_that_hang(asked: Asked, monkeypatch:
     asked.ask(KEYS[:1])
     asked.ask(KEYS[:1], [1])
     begun.wait(30)
-    begin = time.monotonic()
-    asked.queue.close()
-    assert time.monotonic() - begin < 0.9
+    waits: list[float] = []
+
+    def join(seconds: float) -> None:
+        waits.append(seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_queue, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
+        for thread in asked.queue._threads:
+            patch.setattr(thread, "join", join)
+        asked.queue.close()
+    assert waits[0] > 0
+    assert waits[1:] == [0.0] * (len(asked.queue._threads) - 1)
     ends.set()

@@ -50,7 +50,7 @@ async def test_an_owner_that_is_cancelled_while_it_closes_leaves_no_task_behind(
     closing = asyncio.create_task(close())
     asyncio.get_running_loop().call_soon(closing.cancel)
     await asyncio.wait([closing])
-    done, _ = await asyncio.wait([begun], timeout=1)
+    done, _ = await asyncio.wait([begun], timeout=30)
     assert (closing.cancelled(), done) == (True, {begun})
 
 

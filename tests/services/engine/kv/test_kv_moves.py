@@ -169,7 +169,7 @@ async def test_a_move_that_comes_during_a_drain_does_not_take_the_end_from_it() 
         await moves.move("", "", "operator")
     moves.relieve(Relief(target="engine-1", count=1))
     end(core.attempts[0], FinishReason.LENGTH)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await leaving
 
 

@@ -131,28 +131,38 @@ def decode_call(config: ModelConfig, requests: int, context: int, tokens: int = 
     return partial(plan.attend, query, cache, ScoreRule(config.head_size**-0.5))
 
 
+def times_of(call: Callable[[], object], count: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the median and the least seconds of ``count`` calls, after one that warms up."""
+    taken = []
+    for _ in range(count + 1):
+        started = clock()
+        call()
+        taken.append(clock() - started)
+    return statistics.median(taken[1:]), min(taken[1:])
+
+
+def milliseconds(median: float, least: float) -> dict[str, float]:
+    """Return the columns of a call's times, which are in seconds."""
+    return {"median_ms": round(median * 1e3, 3), "least_ms": round(least * 1e3, 3)}
+
+
 @torch.inference_mode()
 def measure_chunk(config: ModelConfig, requests: int, context: int, tokens: int, pairs: int) -> dict[str, Any]:
     """Return the milliseconds of a call for the last ``tokens`` of each request, and its share of the rate at which
     products of as many rows are computed."""
     threads, attend = torch.get_num_threads(), decode_call(config, requests, context, tokens)
     products, clock = Products(config, tokens), time.process_time if threads == 1 else time.perf_counter
-    rates, taken = [products.rate(clock=clock)], list[float]()
-    for _ in range(pairs + 1):  # the first one warms up
-        started = clock()
-        attend()
-        taken.append(clock() - started)
-    rates.append(products.rate(clock=clock))
+    before = products.rate(clock=clock)
+    median, least = times_of(attend, pairs, clock)
+    rate = statistics.mean((before, products.rate(clock=clock)))
     seen = requests * sum(range(context - tokens + 1, context + 1))
-    flops, rate = 4 * seen * config.num_heads * config.head_size, statistics.mean(rates)
-    median, least = statistics.median(taken[1:]), min(taken[1:])
+    flops = 4 * seen * config.num_heads * config.head_size
     return {
         "requests": requests,
         "context": context,
         "tokens": tokens,
         "threads": threads,
-        "median_ms": round(median * 1e3, 3),
-        "least_ms": round(least * 1e3, 3),
+        **milliseconds(median, least),
         "attention_gflop_s": round(flops / median / 1e9, 1),
         "product_gflop_s": round(rate / 1e9, 1),
         "share": round(flops / median / rate, 3),
@@ -231,22 +241,17 @@ def measure_latent(num_heads: int, requests: int, context: int, pairs: int) -> d
     """Return the milliseconds of a call, median and least, and the share of its bound that the median reaches."""
     threads, attend = torch.get_num_threads(), latent_call(num_heads, requests, context)
     clock = time.process_time if threads == 1 else time.perf_counter
-    before, taken = rates(pairs, clock), list[float]()
-    for _ in range(pairs + 1):  # the first one warms up
-        started = clock()
-        attend()
-        taken.append(clock() - started)
+    before = rates(pairs, clock)
+    median, least = times_of(attend, pairs, clock)
     bandwidth, rate = (statistics.mean(each) for each in zip(before, rates(pairs, clock), strict=True))
     num_vectors, width = requests * context, LATENT.rank + LATENT.rope_size
     reading, products = num_vectors * width * 2 / bandwidth, 2 * num_vectors * num_heads * (width + LATENT.rank) / rate
-    median, least = statistics.median(taken[1:]), min(taken[1:])
     return {
         "heads": num_heads,
         "requests": requests,
         "context": context,
         "threads": threads,
-        "median_ms": round(median * 1e3, 3),
-        "least_ms": round(least * 1e3, 3),
+        **milliseconds(median, least),
         "bandwidth_gb_s": round(bandwidth / 1e9, 1),
         "product_gflop_s": round(rate / 1e9, 1),
         "bound": "bandwidth" if reading > products else "products",

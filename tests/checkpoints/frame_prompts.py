@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from transformers.video_utils import VideoMetadata
 
-from tests.checkpoints.video_prompts import Shown, video_processor_class
+from tests.checkpoints.video_prompts import Shown, prepare_video, video_processor_class
 from tests.checkpoints.vision_prompts import Picture, VisionModel, VisionPrompt
 from tests.checkpoints.whole_vision import FAMILIES, token_id
 from tests.parity.identical import Case
@@ -105,7 +104,7 @@ class FrameModel:
 
     @torch.inference_mode()
     def _prompt(self, rendered: str, videos: Sequence[Shown], options: dict[str, Any]) -> VisionPrompt:
-        made = [self._prepared(video, options) for video in videos]
+        made = [prepare_video(self._videos, video, **options) for video in videos]
         first, *pieces = rendered.split(MARKS[self.kind])
         texts = (self._writer.replace_video_token(each, 0) for each in made)
         ids = self._tokenizer(first + "".join(map("".join, zip(texts, pieces, strict=True))))["input_ids"]
@@ -120,20 +119,6 @@ class FrameModel:
         if made and self._is_gemma:
             inputs["mm_token_type_ids"] = 2 * (inputs["input_ids"] == token_id(self._token)).long()
         return VisionPrompt(ids, pictures, inputs | (self._pixels(made) if made else {}))
-
-    def _prepared(self, video: Shown, options: dict[str, Any]) -> Any:
-        facts = VideoMetadata(total_num_frames=len(video.frames), fps=video.rate)
-        facts.duration = len(video.frames) / video.rate
-        return self._videos(
-            [video.frames],
-            video_metadata=[facts],
-            do_sample_frames=True,
-            return_metadata=True,
-            input_data_format="channels_last",
-            do_convert_rgb=False,
-            return_tensors="pt",
-            **options,
-        )
 
     def _pixels(self, made: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return what the whole model gets of videos, as the processor joins what it made of each."""

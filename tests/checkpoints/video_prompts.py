@@ -18,7 +18,7 @@ from PIL import Image
 from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
-from tests.checkpoints.vision_prompts import Picture, VisionPrompt
+from tests.checkpoints.vision_prompts import Picture, VisionPrompt, generate_largest
 from tests.checkpoints.whole_vision import token_id
 from tests.parity.identical import Case
 
@@ -92,6 +92,21 @@ def video_processor_class(name: str) -> Any:
             del sys.modules[each]
     base.resize, base.normalize = _Scaling.resize, _Scaling.normalize
     return getattr(module, _CLASSES[name])
+
+
+def prepare_video(processor: Any, video: Shown, **options: Any) -> Any:
+    """Return what a processor of :func:`video_processor_class` makes of a video."""
+    facts = VideoMetadata(total_num_frames=len(video.frames), fps=video.rate, duration=len(video.frames) / video.rate)
+    return processor(
+        [video.frames],
+        video_metadata=[facts],
+        do_sample_frames=True,
+        return_metadata=True,
+        input_data_format="channels_last",
+        do_convert_rgb=False,
+        return_tensors="pt",
+        **options,
+    )
 
 
 def trained_positions(model: Any) -> Any:
@@ -188,35 +203,14 @@ class VideoModel:
             return 1.0
         return float(torch.tensor(self._seconds(prepared)) * self.model.config.vision_config.tokens_per_second)
 
-    @torch.inference_mode()
     def generate(self, prompt: VisionPrompt, num_tokens: int) -> Case:
         """Return the tokens of the largest logits."""
-        output = self.model.generate(
-            **prompt.inputs,
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        tokens = output.sequences[0, len(prompt.token_ids) :].tolist()
-        return Case(prompt.token_ids, tokens, torch.cat(output.logits).numpy())
+        return generate_largest(self.model, prompt, num_tokens)
 
     def _prepared(self, video: Shown, options: dict[str, Any]) -> Any:
-        facts = VideoMetadata(total_num_frames=len(video.frames), fps=video.rate)
         # As transformers takes it for Qwen3-VL, and Qwen's own tools for all.
         chosen = options if "num_frames" in options else {"fps": 2} | options
-        return self._videos(
-            [video.frames],
-            video_metadata=[facts],
-            do_sample_frames=True,
-            return_metadata=True,
-            input_data_format="channels_last",
-            do_convert_rgb=False,
-            cap_pixels_per_frame=False,
-            return_tensors="pt",
-            **chosen,
-        )
+        return prepare_video(self._videos, video, cap_pixels_per_frame=False, **chosen)
 
     def _text(self, prepared: Any) -> str:
         """Return what stands for a video in place of its token."""

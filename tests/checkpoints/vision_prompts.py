@@ -107,17 +107,9 @@ class VisionModel:
     @torch.inference_mode()
     def generate(self, prompt: VisionPrompt, num_tokens: int) -> Case:
         """Return the tokens of the largest logits."""
-        output = self.model.generate(
-            **prompt.inputs,
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            suppress_tokens=UNWRITTEN if self.kind.startswith("gemma4") else None,
-            return_dict_in_generate=True,
-            output_logits=True,
+        return generate_largest(
+            self.model, prompt, num_tokens, suppress_tokens=UNWRITTEN if self.kind.startswith("gemma4") else None
         )
-        tokens = output.sequences[0, len(prompt.token_ids) :].tolist()
-        return Case(prompt.token_ids, tokens, torch.cat(output.logits).numpy())
 
     def _pixels(self, images: Sequence[Image.Image]) -> dict[str, Any]:
         """Return what the image processor makes of the images, called as the family's own processor does."""
@@ -199,3 +191,19 @@ def _tiled(rows: int, columns: int, tile: str) -> str:
         for row in range(1, rows + 1)
     )
     return (tiles + "\n" if tiles else "") + start + whole + tile + start
+
+
+@torch.inference_mode()
+def generate_largest(model: Any, prompt: VisionPrompt, num_tokens: int, **options: Any) -> Case:
+    """Return the tokens of the largest logits. ``options``: of the whole model's ``generate``."""
+    output = model.generate(
+        **prompt.inputs,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    tokens = output.sequences[0, len(prompt.token_ids) :].tolist()
+    return Case(prompt.token_ids, tokens, torch.cat(output.logits).numpy())

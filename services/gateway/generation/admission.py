@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from tokenloom.request import errors, validation
 from tokenloom.request.limits import Reservation
+from tokenloom.services.runtime.telemetry.logs import RareLine
 
 from ..mesh.mesh_view import Capacity
 from ..records.generate_request import Chat, GenerateRequest
@@ -172,28 +173,7 @@ def estimate_prompt_tokens(request: GenerateRequest) -> int:
     return len(request.before) + sum(map(estimated_tokens, request.prompts))
 
 
-LOG_SECONDS: Final = 10.0
-"""Refusals for lack of capacity are logged at most once in this time: a line for each costs more than the refusal."""
-
-
-class RefusalLog:
-    """Counts refused requests between two lines."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock``: monotonic seconds."""
-        self._clock = clock
-        self._logged_at = -LOG_SECONDS
-        self._num_refused = 0
-
-    def add(self, message: str) -> None:
-        """Count a refusal, and log it with those since the last line if that is old enough."""
-        self._num_refused += 1
-        now = self._clock()
-        if now - self._logged_at >= LOG_SECONDS:
-            log.warning("requests refused since the last such line: %d; %s", self._num_refused, message)
-            self._logged_at, self._num_refused = now, 0
-
-
+_LOG_SECONDS: Final = 10.0
 _SHUTTING_DOWN = "the gateway is shutting down; retry"
 MAX_PROMPTS = 1024
 """Limit on the prompts of one request."""
@@ -219,7 +199,7 @@ class RequestAdmission:
         self._promises: Promises | None = None  # until the first such request: others then cost nothing for it
         self._shares = shares
         self._estimator = estimator
-        self._refusals = RefusalLog(asyncio.get_running_loop().time)
+        self._refusals = RareLine(_LOG_SECONDS, asyncio.get_running_loop().time)
         self._most_urgent_priority = most_urgent_priority
         self._draining = False
         self._idle = asyncio.Event()
@@ -356,7 +336,8 @@ class RequestAdmission:
             if request.is_sheddable:  # it is tried again until there is capacity: no client was refused
                 raise
             share.refused[MAX_QUEUE_SECONDS] += 1
-            self._refusals.add(error.message)
+            if count := self._refusals.add():
+                log.warning("requests refused since the last such line: %d; %s", count, error.message)
             raise
 
 

@@ -2,9 +2,10 @@
 
 import json
 import logging
+import math
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal
 
 from .tracing import CURRENT, Headers
@@ -27,6 +28,26 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         kwargs["extra"] = {**(kwargs.get("extra") or {}), **(self.extra or {})}
         return msg, kwargs
+
+
+class RareLine:
+    """Counts what a line of the log reports, and bounds how often the line is written: clients cause it, and must not
+    be able to fill the log. A line for each refusal would also cost more than the refusal."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``seconds``: the least time between two lines. ``clock``: monotonic seconds."""
+        self._seconds = seconds
+        self._clock = clock
+        self._written_at = -math.inf
+        self._count = 0
+
+    def add(self) -> int:
+        """Count one more. Return how many there were since the last line, if one is to be written now; 0: it is not."""
+        self._count += 1
+        if (now := self._clock()) - self._written_at < self._seconds:
+            return 0
+        count, self._count, self._written_at = self._count, 0, now
+        return count
 
 
 def with_fields(request_id: str, fields: Mapping[str, object]) -> dict[str, object]:

@@ -6,7 +6,6 @@ import logging
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from tokenloom.request.errors import Unavailable
 from .. import addresses
 from ..addresses import Address
 from ..peers.tls import MeshTLS, take_socket
+from .logs import RareLine
 
 OPENMETRICS = "application/openmetrics-text"
 _AS_IS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
@@ -50,8 +50,7 @@ REQUEST_SECONDS = 5.0
 """Time for a whole exchange, TLS handshake included."""
 MAX_HEAD_BYTES = 8 * 1024
 """Limit on the request line and headers."""
-LOG_SECONDS = 60.0
-"""Minimum time between two log lines: a client must not be able to fill the log."""
+_LOG_SECONDS = 60.0
 
 _SILENT_LOSS = (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError)  # what clients cause
 
@@ -84,7 +83,7 @@ class MetricsServer:
         self._app = make_wsgi_app(registry)
         self._tls = tls
         self._open: dict[asyncio.Task[None], None] = {}  # oldest first; bounded by MAX_CONNECTIONS
-        self._logged_at = -LOG_SECONDS
+        self._failures = RareLine(_LOG_SECONDS)
         self._loop = uvloop.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -162,9 +161,7 @@ class MetricsServer:
         return _message(*started[0], body)
 
     def _log(self, error: BaseException | None) -> None:
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_SECONDS:
-            self._logged_at = now
+        if self._failures.add():
             log.warning("/metrics: %s", error, exc_info=error)
 
 

@@ -2,17 +2,17 @@
 
 import logging
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
+
+from tokenloom.services.runtime.telemetry.logs import RareLine
 
 log = logging.getLogger(__name__)
 
 MIN_IDLE_SECONDS = 1.0
 """A connection that is idle for less is probably about to be used again."""
-LOG_SECONDS = 60.0
-"""Minimum time between two log lines."""
+_LOG_SECONDS = 60.0
 CONNECTION_LIMIT = "CONNECTION_LIMIT"
 """Reason of a connection that was not admitted."""
 NO_RESPONSE = 0
@@ -52,7 +52,7 @@ class Connections:
         # The connection that was looked at longest ago, or not at all, is first. Both are bounded by `limit`.
         self._all: OrderedDict[ClientConnection, str] = OrderedDict()
         self._of_peer: dict[str, OrderedDict[ClientConnection, str]] = {}
-        self._logged_at = -LOG_SECONDS
+        self._refused = RareLine(_LOG_SECONDS)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -112,7 +112,5 @@ class Connections:
         return False
 
     def _report(self, reason: str) -> None:
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_SECONDS:
-            self._logged_at = now
+        if self._refused.add():
             log.warning("refusing connections: %s, and none of them is idle", reason)

@@ -93,6 +93,17 @@ async def test_a_refused_request_leaves_nothing() -> None:
     assert gate.counts == NOTHING
 
 
+async def test_requests_that_are_refused_share_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate()
+    gate.estimator.observe(Capacity(seats=1, starts_per_second=0.01))
+    with gate.admission.admit(generate_request(), 60.0):
+        for _ in range(100):
+            with pytest.raises(ResourceExhausted):
+                gate.admission.admit(generate_request(), 60.0)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("requests refused since the last such line: 1; ")
+
+
 async def test_tokens_that_are_refused_are_not_charged() -> None:
     gate = Gate()
     with pytest.raises(InvalidArgument, match="token_burst"), gate.admission.admit(generate_request(), 60.0) as place:

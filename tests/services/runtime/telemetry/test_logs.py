@@ -3,7 +3,14 @@
 import json
 import logging
 
-from tokenloom.services.runtime.telemetry.logs import HumanFormatter, JsonFormatter, RequestLog, escape, with_fields
+from tokenloom.services.runtime.telemetry.logs import (
+    HumanFormatter,
+    JsonFormatter,
+    RareLine,
+    RequestLog,
+    escape,
+    with_fields,
+)
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 
 EVIL = "line\nINFO forged \x1b[31m \u2028 ü"
@@ -71,3 +78,13 @@ def test_request_log(caplog) -> None:
         RequestLog(logging.getLogger("t"), "r9").info("placed on %s", "engine-1")
     assert caplog.records[0].request_id == "r9"
     assert caplog.records[0].getMessage() == "placed on engine-1"
+
+
+def test_a_rare_line_counts_what_it_left_out() -> None:
+    now = 0.0
+    line = RareLine(10.0, lambda: now)
+    assert [line.add() for _ in range(3)] == [1, 0, 0]
+    now = 9.9
+    assert line.add() == 0
+    now = 10.0
+    assert [line.add(), line.add()] == [4, 0]

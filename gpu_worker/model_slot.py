@@ -14,8 +14,8 @@ from .attention.states import StatePlan
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.weights import Checkpoint, FileStamps, check_unchanged, file_stamps
 from .layers.embedding import InputEmbeds
-from .models.architectures import ModelLoader
 from .models.decoder import DecoderModel
+from .models.load_model import ModelLoader
 from .models.mlp import MLP
 from .models.model import LanguageModel
 from .models.self_check import CheckedModel

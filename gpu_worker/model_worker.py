@@ -49,8 +49,8 @@ from .layers.linear import check_products
 from .lora.slots import LoadedModel, LoraSlots
 from .model_runner import ModelRunner, RunnerParts
 from .model_slot import ModelSlot
-from .models.architectures import ModelLoader
 from .models.decoder import DecoderModel, expert_layers
+from .models.load_model import ModelLoader
 from .models.model import LanguageModel, expert_counts, routes_of
 from .models.self_check import CheckedModel, check_model
 from .numerics import numerics_of

@@ -43,7 +43,7 @@ from tokenloom.gpu_worker.attention.latent_backend import LatentCPUBackend, Late
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.model_config import LatentSwitches, ModelConfig
 from tokenloom.gpu_worker.kernels.levels import LEVELS, limit_level
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 

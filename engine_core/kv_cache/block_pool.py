@@ -137,7 +137,8 @@ class BlockPool:
             self.ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give up one reference to each block of a sequence; its last block will be evicted first."""
+        """Give up one reference to each block of a sequence. A block without references is free: its content can be hit
+        until another request takes the block. The last block of the sequence will be taken first."""
         # From the tail, so that the end of a prompt is evicted before its beginning. A hit needs an unbroken chain from
         # the first block: a tail whose head is gone could never be found again.
         free_since = self.kept.now() if self.kept.is_used else None

@@ -208,8 +208,12 @@ class KVCacheManager(_PooledKV):
             self.pool.forget_content(request.block_hashes)
 
     def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
-        """Take all blocks of a request back; their content can be hit until the blocks are needed. ``turn``: of the
-        session whose next turn is likely to hit it; None: nothing says that any request will."""
+        """Take all blocks of a request back; their content can be hit until the blocks are needed.
+
+        Called when the request ends (``EndedRequests.end``) or is preempted (``StepPlanner.requeue``), and when one
+        that waits gives up what it has loaded; if another engine still reads the blocks, when that has ended. ``turn``:
+        of the session whose next turn is likely to hit it; None: nothing says that any request will.
+        """
         if request.reserved_block_ids:
             self.pool.release(request.reserved_block_ids)
             request.reserved_block_ids = []

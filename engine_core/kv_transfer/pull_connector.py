@@ -1,4 +1,11 @@
-"""The connector for disaggregated prefill and decode: the reader pulls blocks that their owner has leased to it."""
+"""The connector for disaggregated prefill and decode: the reader pulls blocks that their owner has leased to it.
+
+A pull takes these steps. The front of the decode engine acquires the lease (``services/engine/kv/kv_loads.py``) and
+adds the request with the blocks of the owner as its target. The scheduler allocates blocks for what the prefix cache
+lacks, and :meth:`PullConnector.update_state_after_alloc` orders their load; the request waits meanwhile. The KV thread
+copies them through a transport and asks for the owner's verdict (:mod:`.block_loads`). The request runs once the load
+has ended: what it lacks then is computed here.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import overload

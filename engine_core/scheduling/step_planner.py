@@ -212,7 +212,11 @@ class StepPlanner:
         """What each begun prompt may compute in this step; None: as much as there is, from the first one on."""
 
     def plan(self, pause_state: PauseState) -> StepPlan:
-        """Plan a step, which is empty when no request can run."""
+        """Plan a step, which is empty when no request can run.
+
+        It decides in this order: which running requests are left out, how many tokens the step has and how prompts
+        divide them, what the running requests compute, and which of the waiting ones begin.
+        """
         if self._adapters is not None:
             self._adapters.begin_step(self._running)
         taken_back, deferred = None, _NONE
@@ -225,7 +229,6 @@ class StepPlanner:
             deferred |= {request.request_id for request in self._running if request.request_id != self._crowded}
             self._crowded = None
         others = _NONE if self._num_stages == 1 else self._rows_of_other_steps()
-        takes_turns = self._prompt_turns is not None and (self._live.are_several or self._live.num_costly)
         begun = self._begun_prompts() if self._has_rest else []
         prompts = begun
         # The number of waiting tokens is 0 exactly when the queue is empty. Where nothing runs, a step has no budget to
@@ -235,14 +238,9 @@ class StepPlanner:
             prompts = self._prompts_by_slowdown(share, begun, may_begin)
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget(begun, prompts))
         held = self._decoding(begun) if self._left_of_gap else _NONE
-        self._grants = None
-        if self._prompt_turns is not None and takes_turns and (begun or self._waiting):
-            heads = self._waiting.heads(None) if self._waiting else ()
-            share = self.prompt_share if self._live.num_costly else None
-            beside_others = None if share is None else share.most_beside_others()
-            self._grants = self._prompt_turns.deal(plan.budget, self._running, heads, beside_others)
-            self._advanced.clear()
-        self._shares = None
+        self._grants = self._shares = None
+        if (turns := self._prompt_turns) is not None and (self._live.are_several or self._live.num_costly):
+            self._grants = self._deal_to_tenants(turns, plan.budget) if begun or self._waiting else None
         if begun and len(prompts) > 1:
             self._shares = self._deal(prompts, plan.budget - (0 if held else len(self._running) - len(begun)))
         if self._running:
@@ -265,6 +263,14 @@ class StepPlanner:
             self._left_of_gap = 0
             self._plan_running(plan, others)
         return plan
+
+    def _deal_to_tenants(self, turns: PromptTurns, budget: int) -> Counter[str]:
+        """Return what the prompts of each tenant may cost in this step, which computes ``budget`` tokens."""
+        heads = self._waiting.heads(None) if self._waiting else ()
+        share = self.prompt_share if self._live.num_costly else None
+        beside_others = None if share is None else share.most_beside_others()
+        self._advanced.clear()
+        return turns.deal(budget, self._running, heads, beside_others)
 
     def requeue(self, request: Request, status: RequestStatus) -> None:
         """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""

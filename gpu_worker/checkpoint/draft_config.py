@@ -4,8 +4,8 @@ import torch: the checks before a start ask the same."""
 from pathlib import Path
 from typing import NamedTuple
 
+from .files.architectures import LEARNED_POSITIONS
 from .files.config_reader import ConfigReader
-from .files.supported import LEARNED_POSITIONS
 from .load_config import read_layer
 from .model_config import ModelConfig
 

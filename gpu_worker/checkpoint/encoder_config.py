@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..parallel.sharding import RankPlace
+from .files.architectures import CLASS_HEAD, ENCODERS, STATIC, EncoderFamily
 from .files.config_reader import ConfigReader
-from .files.supported import CLASS_HEAD, ENCODERS, STATIC, EncoderFamily
 from .layer_kinds import read_activation
 from .load_config import num_classes, read_dtype
 from .model_config import DtypeName, as_torch

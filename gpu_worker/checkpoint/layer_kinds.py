@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from .files.architectures import ACTIVATION_NAMES, DECODERS
 from .files.config_reader import ConfigReader
-from .files.supported import ACTIVATION_NAMES, DECODERS
 from .model_config import ExpertSwitches, RouterSwitches
 from .rope_config import (
     LongRopeScaling,

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from .files.config_reader import ConfigReader
-from .files.supported import (
+from .files.architectures import (
     Family,
 )
+from .files.config_reader import ConfigReader
 from .layer_kinds import read_activation
 from .model_config import DtypeName, ModelConfig, OPTSwitches
 

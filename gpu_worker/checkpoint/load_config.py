@@ -10,8 +10,7 @@ from typing import Any, get_args
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .files.config_reader import IS_CAUSAL, ConfigReader, read_media, stored_dtype, stored_names
-from .files.supported import (
+from .files.architectures import (
     ARCHITECTURES,
     BACKBONES,
     CLAMPED_SWIGLU,
@@ -20,6 +19,7 @@ from .files.supported import (
     LEARNED_POSITIONS,
     Family,
 )
+from .files.config_reader import IS_CAUSAL, ConfigReader, read_media, stored_dtype, stored_names
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
 from .layer_kinds import read_activation, read_chunks, read_experts, read_ropes, read_windows

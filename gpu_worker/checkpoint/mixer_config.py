@@ -4,8 +4,8 @@ torch."""
 from dataclasses import replace
 from typing import NamedTuple
 
+from .files.architectures import DECODERS, STATEFUL
 from .files.config_reader import ConfigReader
-from .files.supported import DECODERS, STATEFUL
 from .model_config import DtypeName, MixerSwitches, ModelConfig, Multipliers, StateLayout, StateShape
 from .rope_config import no_rotation
 

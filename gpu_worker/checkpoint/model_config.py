@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from tokenloom.engine_core.data.config import KVCacheDtype
 
 from ..parallel.sharding import WHOLE, Dimension, Shard
-from .files.supported import DECODERS, DecoderTraits, Family
+from .files.architectures import DECODERS, DecoderTraits, Family
 from .files.text_part import MediaSwitches
 from .quantization.entries import Scheme
 from .rope_config import DynamicScaling, RopeConfig

@@ -15,6 +15,7 @@ from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..parallel.sharding import RankPlace
+from .files.architectures import BUILT_IN, STATIC
 from .files.config_reader import (
     MOST_LAYERS,
     UnsupportedError,
@@ -22,7 +23,6 @@ from .files.config_reader import (
     causal_classes,
     is_class_of_transformers,
 )
-from .files.supported import BUILT_IN, STATIC
 from .gguf.config import described_by, read_model
 from .local_config import (
     HEADS_DIFFER,

@@ -3,8 +3,7 @@ torch nor transformers, so that checks before a start, ``tokenloom models`` and 
 
 To add to what is served:
 
-- A family: its class in ``files.supported.ARCHITECTURES`` and its ``DecoderTraits`` there; what they cannot state is
-  read in ``load_config``. Its layers are ``models.decoder``'s, or a module beside it.
+- A family: ``files.architectures`` says how.
 - A class with a model of text among other parts: a row of ``files.text_part.WRAPPERS``, and what is there to skip.
 - A quantization method: ``quantization.entries`` says how. An architecture of GGUF: ``gguf.config``.
 - A refusal: ``reader.error`` or ``reader.unsupported`` where the entry is read, so that no option or class escapes it.
@@ -34,6 +33,7 @@ from .draft_config import (
     refuse_states,
 )
 from .encoder_config import EncoderConfig, check_parts, read_encoder_config
+from .files.architectures import ARCHITECTURES, BUILT_IN, ENCODERS, WITHOUT_MODULES, is_encoder
 from .files.config_reader import (
     IS_CAUSAL,
     UnsupportedError,
@@ -42,7 +42,6 @@ from .files.config_reader import (
     read_wrapper,
     stored_names,
 )
-from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, WITHOUT_MODULES, is_encoder
 from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import (
@@ -290,7 +289,7 @@ def choose(
     max_model_len: int | None = None,
 ) -> ServedHow:
     """Return what computes a checkpoint, as far as its configuration says; the arguments are those of
-    :func:`~..models.architectures.load_model`. Raises ``ValueError``."""
+    :func:`~..models.load_model.load_model`. Raises ``ValueError``."""
     check_quantization(quantization)
     if ":" in model_impl:
         if names_class(path, model_impl):

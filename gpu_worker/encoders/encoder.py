@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..checkpoint.directory_source import read_all
 from ..checkpoint.encoder_config import EncoderConfig, read_encoder_config
+from ..checkpoint.files.architectures import ENCODERS, STATIC
 from ..checkpoint.files.config_reader import read_architecture
-from ..checkpoint.files.supported import ENCODERS, STATIC
 from ..checkpoint.load_config import check_quantization, note_precision, read_dtype
 from ..checkpoint.model_config import DtypeName, as_torch
 from ..checkpoint.weights import Checkpoint

@@ -6,7 +6,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.files.supported import CLAMPED_SWIGLU
+from ..checkpoint.files.architectures import CLAMPED_SWIGLU
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 

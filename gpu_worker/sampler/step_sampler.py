@@ -1,5 +1,9 @@
 """Draws the tokens of a step from the model's logits, one for each row that it is asked for, and completes the output
-of a step once its tokens are on the host."""
+of a step once its tokens are on the host.
+
+On a GPU the device draws, except for rows with what it lacks; on a CPU one kernel call, where rows need nothing but a
+token; otherwise numpy. All three follow the rule of ``host/sampler.py``.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence

@@ -27,8 +27,8 @@ from ..checkpoint.draft_config import (
 )
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..models.architectures import ModelLoader
 from ..models.decoder import DecoderModel
+from ..models.load_model import ModelLoader
 from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps

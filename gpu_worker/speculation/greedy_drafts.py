@@ -16,7 +16,7 @@ from torch import Tensor
 from ..attention.attention_backend import KVCache
 from ..attention.cache import pointers
 from ..batch.input_batch import InputBatch
-from ..checkpoint.files.supported import DECODERS
+from ..checkpoint.files.architectures import DECODERS
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable

@@ -247,8 +247,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             stream.interval = self._report_pace.interval
             answer.report_interval.CopyFrom(to_duration(stream.interval))
         try:
-            # Reading and writing end together: an engine whose reports still come, but which gets no commands, would
-            # never drain.
+            # The stream of an engine that is killed ends, and :meth:`_close` removes it at once. Reading and writing
+            # end together: an engine whose reports still come, but which gets no commands, would never drain.
             await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:
             self._close(stream)

@@ -8,7 +8,7 @@ import transformers
 from tests.soak.models.models_page import PAGE, RELEASES_FILE, page, reason_of, strict_sections, written
 from tests.soak.models.releases import BY_CLASS, OF_VISION, RELEASES
 from tests.soak.models.transformers_models import KINDS, Outcome
-from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.files.architectures import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.module_types import TYPES_FILE, UNTRIED
 
 TABLE = json.loads(TYPES_FILE.read_text())

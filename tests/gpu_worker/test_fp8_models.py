@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenloom.gpu_worker.attention.attention_backend import FP8_KV
 from tokenloom.gpu_worker.attention.cache import to_fp8
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 TEXT = (

@@ -14,7 +14,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.batch import input_batch
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 

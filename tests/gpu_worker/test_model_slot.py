@@ -13,7 +13,7 @@ from tests.gpu_worker.conftest import EditConfig, RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.layers import weight_memory
 from tokenloom.gpu_worker.model_slot import ModelSlot, WeightsLostError
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.process.fall_backs import OF_PROCESS
 

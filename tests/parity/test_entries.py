@@ -22,8 +22,8 @@ from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint import weights
 from tokenloom.gpu_worker.encoders.encoder import load_encoder
-from tokenloom.gpu_worker.models import architectures
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models import load_model as loading
+from tokenloom.gpu_worker.models.load_model import load_model
 
 CPU = torch.device("cpu")
 IDS = [(i * 7) % 400 + 3 for i in range(40)]
@@ -86,7 +86,7 @@ def flips(config: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 def quick_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load thousands of models of some kilobytes: without threads that look for kernels, nor a look at all mappings."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(architectures, "_kernels", lambda config: [])
+    monkeypatch.setattr(loading, "_kernels", lambda config: [])
     monkeypatch.setattr(weights, "forget_mapped", lambda addresses: None)
 
 

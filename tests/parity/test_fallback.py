@@ -13,7 +13,7 @@ import transformers
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import compute_case, save_random
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 
 PROMPTS = [[(i * 7 + j * 3) % 120 + 5 for j in range(length)] for i, length in enumerate((90, 3, 40))]
 PHI4_MINI = {

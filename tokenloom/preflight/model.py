@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.gguf.gguf_file import is_gguf, read_gguf
 from tokenloom.gguf.tokenizer import check_tokenizer as check_gguf_tokenizer
+from tokenloom.gpu_worker.checkpoint.files.architectures import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     NoWeights,
     architecture_of,
@@ -16,7 +17,6 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     read_header,
     weight_files,
 )
-from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.text_part import text_entries, text_tensor
 from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how

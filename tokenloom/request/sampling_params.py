@@ -2,7 +2,9 @@
 
 To add a parameter, write a row of :class:`SamplingFields` here, add a field of the same name to ``SamplingParams`` in
 ``protos/tokenloom/v1/types.proto`` (``optional`` unless its default is zero), and write the code that uses it: sampler
-and scheduler read it as an attribute of the engine core's parameters. Everything in between derives from the row when
+and scheduler read it as an attribute of the engine core's parameters. One that changes logits is a class of
+``gpu_worker/sampler/host/logits_processors.py``; one that changes how a token is drawn from them stands in the three
+samplers that ``gpu_worker/sampler/host/sampler.py`` names. Everything in between derives from the row when
 modules are imported: the conversion of JSON and Python values, the range checks, ``SamplingParams`` of the offline API,
 the keyword arguments of the client, the request bodies of the HTTP API and its OpenAPI document, and the parameters of
 the engine core. ``request/validation.py`` needs an entry only for rules that a row cannot express, such as a limit that

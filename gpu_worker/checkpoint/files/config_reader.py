@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .supported import BUILT_IN, CLASS_OF_TYPE
+from .architectures import BUILT_IN, CLASS_OF_TYPE
 from .text_part import MediaSwitches, media_switches, text_entries, wrapper_of
 
 # Entries for training, generation defaults (generation_config.json is read separately) and bookkeeping: none of them

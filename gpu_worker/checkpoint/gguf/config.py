@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, GgufFile, gguf_parts, is_gguf, read_gguf
 
+from ..files.architectures import CLASS_OF_TYPE
 from ..files.config_reader import ConfigReader, causal_classes, read_architecture
-from ..files.supported import CLASS_OF_TYPE
 from .families import FURTHER, has_experts, read_experts, read_mamba2
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -1,7 +1,7 @@
-"""Keeps what the coordinator knows of one engine: its last report and the picks on their way. Remembers what an engine
-has to compute for the picks in its queue. Checks what engines report before the coordinator computes with it: one
-faulty engine must not harm the others. Measures their silence by a clock that leaves out the coordinator's own
-pauses."""
+"""Keeps what the coordinator knows of one engine: its last report and the picks on their way, and decides when it
+counts as dead. Remembers what an engine has to compute for the picks in its queue. Checks what engines report before
+the coordinator computes with it: one faulty engine must not harm the others. Measures their silence by a clock that
+leaves out the coordinator's own pauses."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from tokenloom.services.runtime.peers.hello import MAX_REVISION
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.placement.prefix_homes import name_hash
-from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
+from tokenloom.services.runtime.placement.rules import load_score
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -230,7 +230,7 @@ class EngineRecord:
     @property
     def score(self) -> int:
         """waiting * 4 + running, counted picks included."""
-        return self.num_waiting * WAITING_WEIGHT + self.report.running
+        return load_score(self.num_waiting, self.report.running)
 
     @property
     def num_waiting(self) -> int:

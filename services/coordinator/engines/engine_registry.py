@@ -11,7 +11,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
-from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, Rule, cost, score
+from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, Home, Rule, cost, load_score, score
 from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,
@@ -365,7 +365,7 @@ class Registry:
             [record.shown for record in records],
             number=list(numbers.values()),
             age_milliseconds=np.rint((self._clock() - columns.reported_at[rows]) * 1000).astype(np.int64).tolist(),
-            score=(waiting * WAITING_WEIGHT + columns.running[rows]).tolist(),
+            score=load_score(waiting, columns.running[rows]).tolist(),
             waiting=waiting.tolist(),
             waiting_tokens=columns.waiting_tokens[rows].tolist(),
             **self._cost_columns(rows),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tokenloom.services.runtime.peers.hello import LIVE_MOVES
-from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
+from tokenloom.services.runtime.placement.rules import load_score
 from tokenloom.v1.coordinator_pb2 import EngineState
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -61,7 +61,7 @@ class EngineCounts:
     @property
     def score(self) -> int:
         """What picks compare."""
-        return self.waiting * WAITING_WEIGHT + self.running
+        return load_score(self.waiting, self.running)
 
 
 @dataclass(frozen=True, slots=True)

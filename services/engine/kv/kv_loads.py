@@ -1,7 +1,8 @@
 """Brings attempts to the core whose prompt another engine has computed.
 
-A lease is acquired before the core gets the request, kept while the core copies the blocks, and released afterwards. A
-failure on the way costs a local recompute, never a wrong token.
+A lease is acquired before the core gets the request, kept while the core copies the blocks (the steps of a pull stand
+in ``engine_core/kv_transfer/pull_connector.py``), and released afterwards. A failure on the way costs a local
+recompute, never a wrong token.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """The table of all routes of the HTTP API, in the order of the OpenAPI document.
 
-A route stands here once. The folder that answers it binds its handler to the name here, and the application and the
-document derive from both.
+To add a route, write its row here and bind a handler to its name in ``routes/api_routes.py``, or in
+``routes/admin_routes.py`` if operators alone may call it. The fields of its body are a class of ``request_schemas``,
+and those of its answer one of ``response_schemas``. The application and the document derive from the row.
 """
 
 from collections.abc import Callable, Mapping

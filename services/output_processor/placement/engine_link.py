@@ -1,5 +1,11 @@
 """Holds the streams to engines: each to one incarnation, which gets attempts by slot and sends tokens by step; opened
-when it is needed, and closed when it has been idle for long."""
+when it is needed, and closed when it has been idle for long.
+
+A dead engine is noticed here first: its connection ends, it sends no frame for some seconds, or its step does not end.
+The link then reports its attempts as lost, and each request goes on at another engine (``RequestStages.on_lost``). The
+coordinator finds out on its own, when the engine's reports end (``CoordinatorServicer.Join``) or are missing
+(``EngineRecord.refresh``), and places no further request there.
+"""
 
 import asyncio
 import logging

@@ -16,7 +16,7 @@ from tokenloom.services.runtime.placement.engine_columns import EngineColumns, R
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, names_numerics
 from tokenloom.services.runtime.placement.pool import has_rank, make_pool
 from tokenloom.services.runtime.placement.prefix_homes import name_hash
-from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule, load_score
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
@@ -277,7 +277,7 @@ class LastSnapshot:
             columns.free_tokens[row] = _ANY_ROOM
         self._own, self._loads = np.zeros(self._columns.capacity), np.zeros(self._columns.capacity)
         for row, entry in enumerate(self._entries):
-            self._loads[row] = entry.waiting * WAITING_WEIGHT + entry.report.running
+            self._loads[row] = load_score(entry.waiting, entry.report.running)
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None

@@ -5,7 +5,7 @@ between engines of equal cost.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ EXCESS_STEPS = 24.0
 
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
 # Operands of arrays are arrays: NumPy takes a microsecond longer for each number of Python.
-_WAITING_WEIGHT, _NONE, _FULL = np.array(WAITING_WEIGHT), np.array(0.0), np.array(1.0)
+_NONE, _FULL = np.array(0.0), np.array(1.0)
 
 
 SESSION_TOKENS = 1024
@@ -93,16 +93,24 @@ Rule: TypeAlias = Callable[[EngineColumns, Candidates, Ask], NDArray[np.int64] |
 """Returns what the leg costs on each of the engines, shape [n]; it must not change the columns."""
 
 
+_Count = TypeVar("_Count", int, IntColumn)
+
+
+def load_score(waiting: _Count, running: _Count) -> _Count:
+    """Return waiting * 4 + running, of one engine or of columns of engines: the load that ``score``, metrics and
+    ``tokenloom ps`` show and compare."""
+    return waiting * WAITING_WEIGHT + running
+
+
 def score(engines: EngineColumns, candidates: Candidates, ask: Ask) -> IntColumn | FloatColumn:
-    """Return waiting * 4 + running, less what a cached prefix saves.
+    """Return :func:`load_score`, less what a cached prefix saves. ``placement.cpp`` computes the same.
 
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
     A decode leg saves no prefill, only a copy: its cached prefix decides between equals. A session saves more, the
     longer it is, and stays where it is rather than go to an idle engine.
     """
     index = candidates.index
-    scores: IntColumn = engines.waiting[index] * _WAITING_WEIGHT
-    scores += engines.running[index]
+    scores: IntColumn = load_score(engines.waiting[index], engines.running[index])
     if (ask.cached_tokens is None and ask.session is None) or ask.role == _DECODE:
         return scores
     cached = np.zeros(len(scores)) if ask.cached_tokens is None else ask.cached_tokens[index]

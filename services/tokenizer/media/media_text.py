@@ -24,7 +24,8 @@ class ShownMedia(NamedTuple):
     frames: int = 0
     """Of a video."""
     rate: float = 0.0
-    """Frames of a video in a second; 0: it is a list of pictures, of which all are shown."""
+    """Frames of a video in a second; 0: it is a list of pictures, all of which are shown up to the most of the
+    model."""
 
 
 class MediaText(NamedTuple):

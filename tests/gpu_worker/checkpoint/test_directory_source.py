@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tokenloom.gpu_worker.checkpoint.files.config_reader import stored_dtype
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint, file_stamps
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from tests.gpu_worker.models.test_models import MODELS
 from tokenloom.gpu_worker.checkpoint.directory_source import DummySource
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.model_slot import ModelSlot
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 from tokenloom.gpu_worker.models.self_check import CheckedModel
 from tokenloom.gpu_worker.parallel.sharding import Shard
 from tokenloom.model_files.checkpoint import dummy_fingerprint

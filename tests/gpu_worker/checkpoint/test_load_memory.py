@@ -11,7 +11,7 @@ from tests.gpu_worker.checkpoint.gguf.files import write
 from tokenloom.gpu_worker.checkpoint import weights
 from tokenloom.gpu_worker.checkpoint.gguf.source import GgufSource
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.process.memory import peak_of, return_freed, status_bytes
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tokenloom.gpu_worker.checkpoint.files.config_reader import stored_dtype, weight_files
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.cpu_graphs.fixed_plan import make_fixed_plan
 from tokenloom.gpu_worker.cpu_graphs.recorded_model import RecordedModel
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 

@@ -33,7 +33,7 @@ from tokenloom.gpu_worker.device.device_link import Past
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers.expert_routes import DeviceCounts
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.model import routes_of
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops

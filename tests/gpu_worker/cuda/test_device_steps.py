@@ -23,7 +23,7 @@ from tokenloom.gpu_worker.cuda.step_graphs import StepGraphs, StepPlans, row_buc
 from tokenloom.gpu_worker.cuda.step_tensors import GraphCapture, StepSize, StepTensors, StepTools
 from tokenloom.gpu_worker.device.device_link import copy_packed, to_device
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.process.fall_backs import OF_PROCESS

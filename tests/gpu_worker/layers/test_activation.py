@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from tokenloom.gpu_worker.checkpoint.files.supported import ACTIVATION_NAMES
+from tokenloom.gpu_worker.checkpoint.files.architectures import ACTIVATION_NAMES
 from tokenloom.gpu_worker.layers.activation import ACTIVATIONS
 
 

@@ -11,7 +11,7 @@ import transformers
 
 from tests.gpu_worker.cuda.late_link import LateLink
 from tokenloom.gpu_worker.layers.expert_routes import DeviceCounts, ExpertRoutes
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.model import routes_of
 from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
 

@@ -16,7 +16,7 @@ from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.layers import panel_linear as packed_linear
 from tokenloom.gpu_worker.layers.linear import PlainLinear, check_products, make_linear
 from tokenloom.gpu_worker.layers.panel_linear import PackedLinear, PanelLinear, can_pack
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.process.fall_backs import FallBacks
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from tests.gpu_worker.layers.test_quantized_linear import needs_kernel
 from tests.gpu_worker.models.gpt_oss import EXPERTS, HIDDEN, write_gpt_oss
 from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.quantized_experts import QuantizedExperts
-from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.decoder import DecoderModel, expert_layers
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.model import routes_of
 
 LAYER, TOP_K = 1, 3

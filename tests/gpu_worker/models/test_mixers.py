@@ -13,8 +13,8 @@ from tests.gpu_worker.models.transformers.test_states import Driver, draw, gener
 from tests.parity.state_checkpoints import SERVED, make_model
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.decoder import DecoderModel
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 

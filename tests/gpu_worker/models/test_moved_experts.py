@@ -19,9 +19,9 @@ from tokenloom.gpu_worker.checkpoint.layer_state import LayerState, pack_states,
 from tokenloom.gpu_worker.layers.fp8_linear import WidenedLinear
 from tokenloom.gpu_worker.layers.linear import make_linear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
-from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.decoder import expert_layers
 from tokenloom.gpu_worker.models.experts import AdaptedElsewhere, Experts
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.parallel.experts.expert_exchange import ExpertExchange
 from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
 from tokenloom.gpu_worker.parallel.ranks import Ranks

@@ -25,7 +25,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.model_files.model_path import DEMO_MODEL
 

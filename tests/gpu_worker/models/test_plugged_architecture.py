@@ -13,7 +13,7 @@ from tests.plugin_packages import EXAMPLE_NAME, install, install_example
 from tokenloom import LLM, LoRARequest, SamplingParams
 from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
-from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.models.load_model import ModelLoader
 from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL
 
 BIRCH = f"{EXAMPLE_NAME}:BirchForCausalLM"

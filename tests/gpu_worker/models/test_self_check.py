@@ -13,7 +13,7 @@ from tests.gpu_worker.conftest import SaveCheckpoint
 from tests.parity.vision_checkpoints import write_vision
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.self_check import CheckedModel, check_model
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.speculation.steps import DEMO_MODEL
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 
 
 @pytest.fixture(scope="package")

@@ -16,7 +16,7 @@ from tests.parity.engine import Engine
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
-from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.models.load_model import ModelLoader
 from tokenloom.gpu_worker.ops.cpu_ops import TokenwiseOps
 from tokenloom.gpu_worker.speculation.drafting import Drafting
 from tokenloom.gpu_worker.speculation.eagle import MtpHead

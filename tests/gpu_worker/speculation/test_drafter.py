@@ -7,7 +7,7 @@ from tests.gpu_worker.speculation.steps import DEMO_MODEL, NUM_BLOCKS, Driver
 from tests.gpu_worker.speculation.test_model_proposer import make_backend
 from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN
 from tokenloom.engine_core.data.config import SpeculativeConfig
-from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.models.load_model import ModelLoader
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.speculation.drafter import MOST_TOKENS
 from tokenloom.gpu_worker.speculation.drafting import Drafting

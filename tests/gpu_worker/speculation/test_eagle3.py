@@ -15,7 +15,7 @@ from tests.parity.engine import Engine
 from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
-from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.models.load_model import ModelLoader
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.speculation.drafting import Drafting
 from tokenloom.gpu_worker.speculation.eagle import Eagle3Head

@@ -12,7 +12,7 @@ from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN, STATEFUL
 from tokenloom.engine_core.data.config import SpeculativeConfig
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig
-from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.models.load_model import ModelLoader
 from tokenloom.gpu_worker.speculation.drafting import Drafting
 from tokenloom.gpu_worker.speculation.greedy_drafts import MOST_WEIGHTS, DraftRange, fits
 

@@ -18,7 +18,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.attention.cache import make_kv_pool
 from tokenloom.gpu_worker.attention.grouped_backend import PoolLayers
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.models.load_model import ModelLoader
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 from tokenloom.gpu_worker.speculation.drafting import Drafting

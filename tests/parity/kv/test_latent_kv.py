@@ -14,7 +14,7 @@ from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.parity.engine import Engine
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 
 LENGTHS = (1, 16, 33, 120, 270)
 WEIGHTS = "model.safetensors"

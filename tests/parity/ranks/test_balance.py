@@ -133,7 +133,7 @@ def test_engines_whose_experts_stay_import_nothing(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 load_model(Path({str(path)!r}))
 assert not [name for name in sys.modules if "parallel.balance" in name]
 """

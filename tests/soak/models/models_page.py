@@ -32,8 +32,8 @@ from tests.soak.models.strict_entries import (
 from tests.soak.models.tiny_configs import save_tiny
 from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused_entries, sweep
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.files.architectures import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
-from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.text_part import WRAPPERS, wrapper_of
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.module_types import TYPES_FILE, UNTRIED

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from tokenloom.gpu_worker.checkpoint.files.supported import ENCODERS, MODULE_ENCODERS
+from tokenloom.gpu_worker.checkpoint.files.architectures import ENCODERS, MODULE_ENCODERS
 
 _NAMES = {int: "int", float: "float", bool: "bool", str: "str", list: "list", dict: "dict", type(None): "null"}
 

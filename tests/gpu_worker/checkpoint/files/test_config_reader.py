@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
+from tokenloom.gpu_worker.checkpoint.files.architectures import CLASS_OF_TYPE, WITHOUT_MODULES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     ConfigReader,
     architecture_of,
     causal_classes,
     weight_files,
 )
-from tokenloom.gpu_worker.checkpoint.files.supported import CLASS_OF_TYPE, WITHOUT_MODULES
 
 
 def test_what_was_taken_is_not_refused() -> None:

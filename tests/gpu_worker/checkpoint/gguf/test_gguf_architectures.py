@@ -22,7 +22,7 @@ from tokenloom.gpu_worker.checkpoint.gguf.config import read_model
 from tokenloom.gpu_worker.checkpoint.gguf.names import TensorPlace, places
 from tokenloom.gpu_worker.checkpoint.gguf.source import KeysAndValues, PackedBlocks
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 
 RunModel = Callable[..., list[Tensor]]
 

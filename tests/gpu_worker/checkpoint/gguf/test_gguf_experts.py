@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.gpu_worker.checkpoint.gguf.files import write
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 
 RunModel = Callable[..., list[Tensor]]
 SaveCheckpoint = Callable[..., Path]

@@ -24,8 +24,8 @@ from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.model_config import Multipliers
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
-from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.decoder import DecoderModel
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.mixers import weight_scales
 
 

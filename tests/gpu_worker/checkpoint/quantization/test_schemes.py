@@ -16,7 +16,7 @@ from tokenloom.gpu_worker.checkpoint.quantization.fp8 import PackedFloats
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.layers.fp8_linear import WidenedLinear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 
 RunModel = Callable[..., list[Tensor]]
 EditConfig = Callable[..., None]

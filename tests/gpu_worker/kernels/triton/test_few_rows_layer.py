@@ -10,7 +10,7 @@ from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.layers import fp8_linear, linear, triton_linear
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.ops.triton_ops import FewRowsLayer, TritonOps

@@ -14,7 +14,7 @@ from tokenloom.gpu_worker.encoders.encoder import load_encoder
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.sampler.device import sampler_kernels

@@ -17,7 +17,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.attention.states import StateSlots
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers import triton_linear as triton_experts
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps

@@ -21,7 +21,7 @@ from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
 from tokenloom.gpu_worker.cuda.step_tensors import StepTools
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 

@@ -14,7 +14,7 @@ import transformers
 from tests.gpu_worker.conftest import RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.served_how import choose
 from tokenloom.gpu_worker.models import transformers as transformers_package
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.pooling.small_models import PROMPTS, SIZES, close, make_config, make_core, pool
 from tokenloom.engine_core.data.core_params import PoolingTask
-from tokenloom.gpu_worker.checkpoint.files.supported import MODULE_ENCODERS
+from tokenloom.gpu_worker.checkpoint.files.architectures import MODULE_ENCODERS
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.gpu_worker.encoders.encoder import load_encoder
 

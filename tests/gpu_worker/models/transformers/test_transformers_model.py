@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.gpu_worker.conftest import EditConfig, RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.model_slot import tensors_of
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 CPU = torch.device("cpu")

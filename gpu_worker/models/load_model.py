@@ -1,4 +1,4 @@
-"""Loads a checkpoint with the model class of its architecture."""
+"""Loads a checkpoint with the model class of its architecture, which ``checkpoint.files.architectures`` lists."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.process.plugins import load
 
 from ..checkpoint.directory_source import DummySource
+from ..checkpoint.files.architectures import ARCHITECTURES, LEARNED_POSITIONS
 from ..checkpoint.files.config_reader import UnsupportedError, config_entries
-from ..checkpoint.files.supported import ARCHITECTURES, LEARNED_POSITIONS
 from ..checkpoint.gguf.config import described_by, read_model
 from ..checkpoint.load_config import load_model_config, note_precision, read_dtype
 from ..checkpoint.local_config import local_config

@@ -1,5 +1,12 @@
-"""Names the architectures and methods that are built in, and says what the classes of each family of decoders fix, and
-the defaults that their configurations leave out. It does not import torch: checks before the start read it."""
+"""The table of the architectures that are built in, and what the classes of each family of decoders fix. It does not
+import torch: checks before the start read it.
+
+To add a decoder, write its class into :data:`ARCHITECTURES` and its family into :data:`DECODERS`. What differs by
+checkpoint is a field of ``checkpoint.model_config.ModelConfig``, which ``checkpoint.load_config`` reads from
+``config.json``; an entry that nothing reads is refused by name. ``models.decoder`` computes the layers, and
+``models.load_model`` chooses a module beside it for a family whose forward pass differs. ``checkpoint.served_how``
+says how the other kinds of checkpoints are added.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

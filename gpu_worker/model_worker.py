@@ -27,13 +27,10 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.process.memory import forget_start
-from tokenloom.process.plugins import kv_marks, load
 
-from .attention.attention_backend import TOKENWISE, AttentionBackend
-from .attention.attention_backends import make_attention_backend
+from .attention.attention_backend import AttentionBackend
+from .attention.attention_backends import WorkerBackends
 from .attention.cache import make_kv_pool
-from .attention.context_backend import ContextBackend
-from .attention.cross_backend import CrossBackend
 from .attention.grouped_backend import PoolLayers
 from .attention.states import StateSlots, state_regions
 from .batch.input_batch import InputBatch
@@ -69,21 +66,6 @@ log = logging.getLogger(__name__)
 _NO_RUNNER = "call initialize_kv_cache first"
 
 
-MakeBackend = Callable[[ModelConfig, int, torch.device], AttentionBackend]
-"""What a plugin of the kind ``attention_backends`` is: it takes model, tokens of a block, and device."""
-
-
-def _plugged_backend(config: EngineConfig) -> MakeBackend | None:
-    if ":" not in config.worker.attention_backend:
-        return None
-    if config.parallel.world_size > 1 or config.worker.batch_invariant:
-        raise ValueError(
-            "attention_backend: a plugin computes alone and in its own order; leave parallelism and batch_invariant out"
-        )
-    found: MakeBackend = load("attention_backends", config.worker.attention_backend, config.plugins)
-    return found
-
-
 def _with_impl(numerics: str, impl: str) -> str:
     """Return ``numerics`` with the plugin that computes the model: a package may have several for a checkpoint."""
     return f"{numerics}/{impl}" if ":" in impl else numerics
@@ -101,10 +83,8 @@ class ModelWorker:
         check_device(config, platform)
         check_options(config)
         self._config = config
-        self._attention = TOKENWISE if config.worker.batch_invariant else config.worker.attention_backend
         self._platform = platform
-        # None: one that is built in.
-        self._plugged_backend = _plugged_backend(config)
+        self._backends = WorkerBackends(config, platform.device)
         self._ranks = ONLY_RANK
         self._num_sharing = num_sharing(config, None if platform.pool_is_on_host else platform.num_devices)
         self._device = platform.device
@@ -142,7 +122,7 @@ class ModelWorker:
         loader = ModelLoader(
             dtype=config.dtype,
             device=self._device,
-            ops=make_ops("auto" if self._plugged_backend else self._attention, self._device),
+            ops=make_ops(self._backends.name_for_ops, self._device),
             quantization=config.quantization,
             model_impl=chosen_impl(self._config),
             max_model_len=self._config.max_model_len,
@@ -201,7 +181,7 @@ class ModelWorker:
             state_bytes=model_config.state_bytes,
             state_chunk=model_config.states.chunk if model_config.states else 1,
             numerics=_with_impl(
-                numerics_of(model_config, self._platform, self._attention_name(self._backend), library, place),
+                numerics_of(model_config, self._platform, self._backends.title(self._backend), library, place),
                 loader.model_impl,
             ),
             kv_groups=self._layers.groups,
@@ -320,18 +300,9 @@ class ModelWorker:
             self._pool = self._platform.device_pool(caches, num_blocks, layout)
         self._runner.record_ahead()
 
-    def _attention_name(self, backend: AttentionBackend) -> str:
-        """Return the name of what computes attention. Two backends of a package may call themselves the same."""
-        option = self._config.worker.attention_backend
-        return backend.name if self._plugged_backend is None else f"{backend.name}-{option}"
-
     def _layout(self, block_size: int) -> str:
-        """Return ``ModelInfo.kv_layout`` without what drafts: a plugin may lay keys and values out in its own way, and
-        each backend of a package in another."""
-        parts = [self._pool_layers.layout(block_size)]
-        if self._plugged_backend is not None:
-            parts += kv_marks([self._config.worker.attention_backend])
-        return "/".join(parts)
+        """Return ``ModelInfo.kv_layout`` without what drafts."""
+        return "/".join((self._pool_layers.layout(block_size), *self._backends.layout_marks))
 
     def _slots_at(self, num_blocks: int) -> int:
         """Return where the slots lie in the memory of a pool: behind its blocks."""
@@ -606,23 +577,14 @@ class ModelWorker:
             or self._kv_config.cross_rows
             or (not self._ranks.place.is_whole and self._device.type != "cpu")
         ):
-            # No recording knows what stands beside prompts, or keeps states of layers, and a graph of a GPU holds no
+            # No recording has what stands beside prompts, or keeps states of layers, and a graph of a GPU holds no
             # exchange with other GPUs.
             return None
         most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
         return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
-        block_size = self._config.cache.block_size
-        if model_config.shard.spreads_context:
-            return ContextBackend(model_config, block_size, self._device, self._ranks.group)
-        if self._plugged_backend is not None:
-            return self._plugged_backend(model_config, block_size, self._device)
-        backend = make_attention_backend(self._attention, model_config, block_size, self._device)
-        if not model_config.cross_rows:
-            return backend
-        rows = make_attention_backend(self._attention, model_config, block_size, self._device)
-        return CrossBackend(backend, rows, model_config.cross_rows, block_size)
+        return self._backends.make(model_config, self._ranks.group)
 
 
 def _with_kept_heads(config: ModelConfig) -> ModelConfig:

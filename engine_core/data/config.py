@@ -383,7 +383,7 @@ class ObservabilityConfig(Struct, frozen=True):
     )
     dump_tokens: Annotated[bool, "Include the tokens of prompts and outputs in that dump."] = False
     trace_steps: bool = False
-    """Whether the steps of traced requests are told; the front sets it where spans have a receiver."""
+    """Whether the steps of traced requests are reported; the front sets it where spans have a receiver."""
     bill: bool = False
     """Whether CPU time is shared out to requests and tenants; the front sets it by ``--bill``."""
 

@@ -128,7 +128,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     media: list[MediaSpan] = []
     """Images and sounds in order of position, without overlap, over prompt tokens only; the rows come later."""
     is_traced: bool = False
-    """Whether ``EngineCoreOutputs.step_spans`` tells its steps, if the core traces any."""
+    """Whether ``EngineCoreOutputs.step_spans`` has its steps, if the core traces any."""
     packed_prompt: bytes = b""
     """In place of ``prompt_token_ids``: the ids of a long prompt as little-endian 32-bit numbers. They become integers
     when the request is added to the core."""

@@ -36,7 +36,7 @@ class ExpertPeers(Struct, frozen=True):
     epoch: int
     """Each change of the members has its own, so that none is taken for another one."""
     key: bytes
-    """What the workers prove to know to each other."""
+    """By which the workers prove to each other that they belong to the group."""
 
 
 _Count = Annotated[int, Meta(ge=1)]

@@ -173,7 +173,8 @@ class TimedExecutor(UniProcExecutor):
         self._timed.begin(scheduler_output)
         begins_at = max(submitted_at, ended_at)
         if scheduler_output.defers_drafts:
-            # What follows from the tokens of the step before cannot be done earlier, and on a device takes this time.
+            # What depends on the tokens of the step before begins when that one has ended, so its time does not
+            # overlap.
             begins_at += self._clock() - submitted_at
         self.idle_seconds = begins_at - ended_at
         self._ends_at = begins_at + self._timed.seconds_of(scheduler_output)

@@ -303,7 +303,7 @@ class StateSlotPool:
         """Let the state that a request has loaded be hit from the next step on, if it is one that is kept."""
         state, num_tokens = request.state, request.num_computed_tokens
         assert state is not None, "it was admitted"
-        # Accepted tokens of another engine were decoded, which strict states are not kept of.
+        # What another engine has decoded came with the prompt, and strict states are kept within prompts alone.
         most = request.num_prompt_tokens if self.is_strict else num_tokens
         if self._keeps_any and num_tokens and num_tokens % self.boundary == 0 and num_tokens <= most:
             state.is_kept = True

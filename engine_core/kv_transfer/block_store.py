@@ -1,7 +1,7 @@
 """Stores of KV blocks that several engines share: their protocol, how a block is sealed, and a folder of a host.
 
 A value is the block's bytes behind a head with its key, its size and its CRC-32: a value that is torn, of another block
-or altered is found before it is used. Keys tell nothing of what they name (:func:`store_key`).
+or altered is found before it is used. A key reveals nothing of what it names (:func:`store_key`).
 """
 
 import contextlib

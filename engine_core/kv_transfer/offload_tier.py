@@ -248,7 +248,7 @@ class OffloadTier:
             num_states: Slots of states, whose numbers follow those of the blocks.
             on_loaded: Called on the tier's thread with each load, the number of its blocks that were read, and the
                 reason if not all were, one of ``KV_FAILURES``.
-            costs: Learns how long transfers take; None: nobody asks.
+            costs: Learns how long transfers take; None: they are not measured.
 
         Raises ``OSError`` if the file cannot be created.
         """

@@ -273,7 +273,7 @@ class RemoteKV:
             if num_tokens < request.num_tokens or self._kv.states is None:
                 self._kv.finish_load(request.kv, min(num_tokens, request.num_tokens - 1))
             else:
-                self._kv.free(request.kv)  # the state after the last token does not tell its logits
+                self._kv.free(request.kv)  # its logits do not follow from the state after it
         del self._waiting[request.request_id]
         remote.is_waiting = False
         remote.wait_ns += self._clock() - remote.waiting_since_ns

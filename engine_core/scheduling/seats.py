@@ -157,7 +157,8 @@ class PromptTurns:
         self._turns.forget(tenants)
         for tenant in waiting:
             grants[tenant] += budget
-        # The first token of the other one waits for the step before it; its own step need not be a full one, too.
+        # The first token of another tenant waits for the step that runs now. If the step with its prompt were full of
+        # costly prompts too, it would wait for two full steps.
         if beside_others is not None and any(grants[tenant] > 0 for tenant in tenants - costly):
             for tenant in costly:
                 grants[tenant] = min(grants[tenant], beside_others)

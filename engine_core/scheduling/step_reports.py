@@ -25,7 +25,7 @@ _MOST_SPANS = 32
 
 
 class StepObserver(Protocol):
-    """Is told of every step of one core. Steps end in the order in which they begin."""
+    """Follows every step of one core. Steps end in the order in which they begin."""
 
     def begin(self) -> None:
         """Note that a planned step begins to compute."""

@@ -17,7 +17,7 @@ from ..data.core_params import GrammarKind, StructuredOutput
 from .grammar_backend import Bitmask, GrammarError, close_objects
 
 _ANY = r"(.|\n)*"
-# llguidance's own form knows triggers and tags only. Both backends agree on the texts of the tests (python -m
+# llguidance's own form has triggers and tags only. Both backends agree on the texts of the tests (python -m
 # tests.engine_core.structured_output.check_xgrammar); what cannot be written is refused by name.
 _KEYS: Mapping[str, frozenset[str]] = {
     "const_string": frozenset({"value"}),

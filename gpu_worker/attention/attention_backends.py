@@ -1,12 +1,20 @@
-"""Chooses the attention backend by name."""
+"""Chooses the attention backend by name, and makes those of a worker as the engine's options say."""
+
+from collections.abc import Callable
 
 import torch
+
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.process.plugins import kv_marks, load
 
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import uses_triton
+from ..parallel.group import RankGroup
 from .attention_backend import TOKENWISE, AttentionBackend
+from .context_backend import ContextBackend
 from .cpu_backend import CPUBackend, TokenwiseBackend
+from .cross_backend import CrossBackend
 from .latent_backend import LatentBackend, LatentCPUBackend
 from .torch_backend import ReferenceBackend, TorchBackend
 from .varied_backend import VariedBackend
@@ -14,6 +22,62 @@ from .varied_backend import VariedBackend
 BESIDE_STATES = "cpu-tokenwise"
 """The name of attention in the order of ``tokenwise`` in engines that are not batch-invariant."""
 NAMES = ("auto", "cpu", "torch", "triton", "reference")
+
+
+MakeBackend = Callable[[ModelConfig, int, torch.device], AttentionBackend]
+"""What a plugin of the kind ``attention_backends`` is: it takes model, tokens of a block, and device."""
+
+
+class WorkerBackends:
+    """Makes the backends of one worker: for its model, and for what drafts."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        """Raises ``ValueError`` for a plugin that cannot be imported, or beside options that it cannot fulfil."""
+        self._option = config.worker.attention_backend
+        self._name = TOKENWISE if config.worker.batch_invariant else self._option
+        self._block_size = config.cache.block_size
+        self._device = device
+        self._plugged = _plugged_backend(config)
+
+    @property
+    def name_for_ops(self) -> str:
+        """The backend whose operations the model computes with; ``auto`` beside a plugin, which has none."""
+        return self._name if self._plugged is None else "auto"
+
+    @property
+    def layout_marks(self) -> list[str]:
+        """What ``ModelInfo.kv_layout`` says of a plugin: it may lay keys and values out in its own way, and each
+        backend of a package in another."""
+        return [] if self._plugged is None else kv_marks([self._option])
+
+    def make(self, model: ModelConfig, group: RankGroup) -> AttentionBackend:
+        """Return the backend for a model. ``group``: the ranks among which its tokens are spread, if they are. Raises
+        what :func:`make_attention_backend` raises."""
+        block_size, device = self._block_size, self._device
+        if model.shard.spreads_context:
+            return ContextBackend(model, block_size, device, group)
+        if self._plugged is not None:
+            return self._plugged(model, block_size, device)
+        backend = make_attention_backend(self._name, model, block_size, device)
+        if not model.cross_rows:
+            return backend
+        rows = make_attention_backend(self._name, model, block_size, device)
+        return CrossBackend(backend, rows, model.cross_rows, block_size)
+
+    def title(self, backend: AttentionBackend) -> str:
+        """Return what names a backend in ``numerics``. Two backends of a package may call themselves the same."""
+        return backend.name if self._plugged is None else f"{backend.name}-{self._option}"
+
+
+def _plugged_backend(config: EngineConfig) -> MakeBackend | None:
+    if ":" not in config.worker.attention_backend:
+        return None
+    if config.parallel.world_size > 1 or config.worker.batch_invariant:
+        raise ValueError(
+            "attention_backend: a plugin computes alone and in its own order; leave parallelism and batch_invariant out"
+        )
+    found: MakeBackend = load("attention_backends", config.worker.attention_backend, config.plugins)
+    return found
 
 
 def make_attention_backend(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:

@@ -237,7 +237,7 @@ class _DividedPlan:
     """Fulfils :class:`.attention_backend.AttentionPlan`, and what models with compressed vectors ask for."""
 
     def __init__(self, own: Any, all_rows: Any, exchange: _Exchange) -> None:
-        """``own``: the plan of this rank's tokens. ``all_rows``: that of the step, which knows all slots."""
+        """``own``: the plan of this rank's tokens. ``all_rows``: that of the step, with all slots."""
         self._own = own
         self._all_rows = all_rows
         self._exchange = exchange

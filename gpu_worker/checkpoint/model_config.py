@@ -32,7 +32,7 @@ def as_torch(name: str) -> "torch.dtype":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OPTSwitches:
-    """Holds what only OPT's class knows."""
+    """Holds the switches that only OPT's class has."""
 
     embedding_size: int
     """The size of token embeddings; if it is not the hidden size, two matrices lead from the one to the other."""
@@ -180,7 +180,7 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerSwitches:
-    """Holds what only layers know that keep a state in the place of attention, or beside it."""
+    """Holds the switches of layers that keep a state in the place of attention, or beside it."""
 
     kind: Literal["delta", "kimi", "mamba2", "conv"]
     """The gated delta rule, the same with a decay of each channel of a key (Kimi), Mamba-2, or nothing but a short

@@ -245,7 +245,7 @@ class DeviceSteps:
         query_lens = np.diff(inputs.cu_query_lens)
         is_decode = num_tokens == num_requests == len(inputs.sampled)
         size = None
-        # The device knows one shift of a row, which holds behind its images; what is among them is sent.
+        # The device has one shift of a row, which holds behind its images; what is among them is sent.
         is_turned = inputs.rope is not None and inputs.rope.ndim > 1
         has_graph = not (adapted or inputs.embeds or is_turned)
         if inputs.states is not None:

@@ -265,7 +265,7 @@ def _load_linear(
 
 ROUNDS_ROWS = (INT8_DYNAMIC, FP8)
 """Quantizations that give each row of a weight, and of inputs, a scale by its largest number: ranks that have parts of
-it must know that of all parts."""
+it need the one of all parts."""
 
 
 def make_part(

@@ -32,7 +32,7 @@ class WeightMemory:
     def __init__(self, slab: int = _SLAB) -> None:
         self._slab = slab
         self._current: weakref.ref[_Slab] | None = None
-        # Of tensors that the garbage collector finds, the pages may be returned while this thread makes another one.
+        # Reentrant: the garbage collector may free a tensor, and return its pages, while this thread makes another one.
         self._lock = threading.RLock()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -65,7 +65,7 @@ class WeightMemory:
 
 
 class _Slab:
-    """Holds memory for tensors, and knows which huge pages hold one."""
+    """Holds memory for tensors, and records which huge pages hold one."""
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = _huge_pages(nbytes)

@@ -170,8 +170,9 @@ class LoraLinear:
         """Let two products on a GPU change the rows of all adapters. Called before a slot is occupied."""
         self._grouped = changes
 
-    # The function that loads a layer wraps it, because it knows the names of the parts of a joined product. Sleep, new
-    # weights and every quantization then need no code for adapters, and without --enable-lora no layer is wrapped.
+    # The function that loads a layer wraps it, because the names of the parts of a joined product are at hand there.
+    # Sleep, new weights and every quantization then need no code for adapters, and without --enable-lora no layer is
+    # wrapped.
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out = self._base(x, dtype)
         if (rows := self._current.rows) is not None:

@@ -276,8 +276,8 @@ class LoraSlots:
 
     @property
     def are_plain(self) -> bool:
-        """Whether recordings of steps know all that the adapters of the step in work change. Otherwise the step takes
-        :meth:`embeds`, and calls :meth:`pick` before logits are computed."""
+        """Whether recordings of steps include all that the adapters of the step in work change. Otherwise the step
+        takes :meth:`embeds`, and calls :meth:`pick` before logits are computed."""
         return not self._special or self._special.isdisjoint(self._of_requests) or not self.are_used
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""Model architectures: what a checkpoint computes. They do not know how attention is computed."""
+"""Model architectures: what a checkpoint computes. How attention is computed is no part of them."""

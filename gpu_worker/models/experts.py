@@ -297,7 +297,7 @@ class Experts:
         self._experts, self._prepared, self._adapted = experts, {}, {}
 
     def _place(self) -> None:
-        """Take the places that exchange and balancer know now; without an exchange they are those of the start."""
+        """Take the places that exchange and balancer have now; without an exchange they are those of the start."""
         if self._balancer is not None:
             self._placement = self._balancer.layer(self._routes.number, self._switches.count)
             self._num_places = len(self._placement.logical)

@@ -61,7 +61,7 @@ class PluggedArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return the entries of a checkpoint as those of the built-in class. Raises ``ValueError``."""
-        # Another type, or code in the checkpoint, would stand for another class.
+        # Both name the plugin's own class, and the entries are read as those of the class ``like``.
         values = {name: value for name, value in config_entries(path).items() if name not in ("model_type", "auto_map")}
         renamed = {self.entries.get(name, name): value for name, value in values.items()}
         if len(renamed) < len(values):

@@ -1,4 +1,4 @@
-"""Defines the operations of a decoder layer that are worth fusing. Models call these and know no backend."""
+"""Defines the operations of a decoder layer that are worth fusing. Models call these, and depend on no backend."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar

@@ -34,7 +34,7 @@ class Convolution(NamedTuple):
 
 
 class Mamba2Weights(NamedTuple):
-    """Holds what Mamba-2 knows of each of its H heads, [H] float32."""
+    """Holds the parameters of Mamba-2's H heads, [H] float32 each."""
 
     a: Tensor
     """The rate of decay, negative."""

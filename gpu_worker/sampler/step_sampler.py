@@ -21,8 +21,7 @@ from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import Event, to_device
 from .device.device_sampler import NO_CHOICE, NOTHING, DeviceSampler, RowDemands
-from .device.sampled_rows import SampledRows
-from .device.sampling_arrays import SamplingRows
+from .device.sampling_arrays import SampledRows, SamplingRows
 from .host.logprobs import JoinedLogprobs, RowLogprobs
 from .host.sampler import NO_TOKEN, Sampler
 

@@ -136,7 +136,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         clock: Callable[[], float] = time.monotonic,
         rebalancer: Rebalancer | None = None,
     ) -> None:
-        """``caches``: follows the engines' prefix caches; None: the index knows only what was picked. ``clock``:
+        """``caches``: follows the engines' prefix caches; None: the index has only what was picked. ``clock``:
         seconds, by which picks are measured and shared out. ``rebalancer``: decides which requests move; None: none
         do."""
         self._registry = registry

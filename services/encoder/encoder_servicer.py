@@ -126,7 +126,7 @@ class EncoderServicer(EncoderServicerBase):
         self._files, self._cache, self._maker, self._metrics = files, cache, maker, metrics
         self._info = info
         self._reader, self._fetcher = reader, fetcher
-        # Apart: the frames of a video are counted for seconds, and the header of an image takes a millisecond.
+        # Two stages: counting the frames of a video takes seconds, and reading the header of an image a millisecond.
         self._headers, self._video_headers = (
             FairStage(1, what, max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
             for what, size in (("images", info.max_file_bytes), ("videos", info.max_video_bytes))

@@ -42,13 +42,13 @@ all tokens attend to later ones."""
 _GGUF_IS_CAUSAL = ".attention.causal"
 
 
-# With --model-impl auto, transformers' modules compute such a model if its class knows the entries. Entries that
-# neither knows stay refused: without one of its features a model answers nonsense and raises no error.
+# With --model-impl auto, transformers' modules compute such a model if its class reads the entries. Entries that
+# neither reads stay refused: without one of its features a model answers nonsense and raises no error.
 class UnsupportedError(ValueError):
     """Raised for a valid entry that asks for a feature which the built-in code does not compute."""
 
     def __init__(self, message: str, unread: Sequence[str] = ()) -> None:
-        """``unread``: names of entries that the built-in code does not know; another library may know them."""
+        """``unread``: names of entries that the built-in code does not read; another library may read them."""
         super().__init__(message)
         self.unread = tuple(unread)
 
@@ -306,7 +306,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def lacks_index(directory: Path) -> bool:
-    """Return whether only the names of a checkpoint's parts tell what belongs to it, which transformers does not
+    """Return whether only the names of a checkpoint's parts show what belongs to it, which transformers does not
     read."""
     return not any((directory / f"{single}{end}").is_file() for single in _SINGLE for end in ("", _INDEX_SUFFIX))
 

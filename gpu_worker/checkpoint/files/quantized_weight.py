@@ -245,7 +245,7 @@ AT_ONCE = 1 << 18
 """About how many numbers are unpacked at a time when the result is a plain tensor."""
 
 
-# GPTQ, AWQ, compressed-tensors, FP8 and GGUF store a matrix in five ways, and models and kernels know none of them: an
+# GPTQ, AWQ, compressed-tensors, FP8 and GGUF store a matrix in five ways, and models and kernels read none of them: an
 # architecture loads every method. Unpacking waits for the layer, so loading takes the result and one layer.
 class PackedWeight(Protocol):
     """Describes a weight [out, in] of a checkpoint's file, which is unpacked only when it is asked for."""

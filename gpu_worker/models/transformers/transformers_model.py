@@ -359,7 +359,7 @@ def read_declared(path: Path, dtype: DtypeName, quantization: str | None, max_le
 
 
 def reads_entries(path: Path, names: Sequence[str]) -> bool:
-    """Return whether transformers reads the checkpoint's configuration, and its class knows these entries of it."""
+    """Return whether transformers reads the checkpoint's configuration, and its class reads these entries of it."""
     try:
         return known_entries(type(find_causal_class(path).config)).issuperset(names)
     except ValueError:

@@ -16,8 +16,16 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from ...device.device_link import DeviceLink, copy_packed, link_of
 from ..host.logits_processors import RowEdit, SeenTokens, pack_bits
 from ..host.sampler import NO_TOKEN
-from .sampled_rows import PendingLogprobs, PendingTokens, SampledRows
-from .sampling_arrays import MOST_LISTED, EditArrays, FoundLogprobs, LogprobArrays, SamplingArrays
+from .sampling_arrays import (
+    MOST_LISTED,
+    EditArrays,
+    FoundLogprobs,
+    LogprobArrays,
+    PendingLogprobs,
+    PendingTokens,
+    SampledRows,
+    SamplingArrays,
+)
 
 # A word for each token of the vocabulary, 0.6 MB for 151,936 of them. A list of distinct tokens, as the host has, is
 # smaller, but each count would search it.

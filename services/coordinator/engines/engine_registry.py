@@ -66,7 +66,7 @@ class Registry:
     Attributes:
         adapters: The LoRA adapters that the engines should have.
         wanted: The state that the engines should be in.
-        encoders: The encoders, of which picks know nothing.
+        encoders: The encoders, among which nothing is picked.
         changed: The engines that changed since the last look of the feed of snapshots.
         prefixes: Which blocks the engines have in their caches.
         states: After which beginnings of prompts engines keep states of layers.

@@ -37,7 +37,7 @@ ROOM: Final = 0.7
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """What the rule knows of one engine.
+    """What the rule reads of one engine.
 
     Attributes:
         kind: Equal of engines that can go on with each other's requests.
@@ -171,7 +171,7 @@ def _exceeds(source: EngineCounts, target: EngineCounts, factor: float) -> bool:
 
 
 def counts_of(record: EngineRecord) -> EngineCounts:
-    """Return what the rule knows of an engine that has joined."""
+    """Return what the rule reads of an engine that has joined."""
     identity, report = record.identity, record.report
     decodes = report.role != EngineRole.ENGINE_ROLE_PREFILL
     moves = decodes and bool(identity.kv_address) and LIVE_MOVES in record.first.hello.features

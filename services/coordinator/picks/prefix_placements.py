@@ -18,7 +18,7 @@ _Value = TypeVar("_Value")
 class PrefixPlacements:
     """Keeps the last engines that were given a prompt, by its beginnings.
 
-    The index of prefixes knows the caches of all engines, but is far too large to be sent to all output processors. Of
+    The index of prefixes has the caches of all engines, but is far too large to be sent to all output processors. Of
     a beginning that came once only the shortest is sent: longer ones are mostly a prompt's own.
     """
 

@@ -21,7 +21,7 @@ class _Kept(NamedTuple):
 
 
 class StateBoundaries:
-    """Knows the engines by their rows. Of each it remembers as many boundaries as it has slots, the latest ones."""
+    """Names engines by their rows. Of each it remembers as many boundaries as it has slots, the latest ones."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Kept] = {}

@@ -130,7 +130,7 @@ class KVChannels:
     async def run(self) -> NoReturn:
         """Follow the registry, without end. Without it an idle engine would keep what belongs to dead ones."""
         while True:
-            # Taken before the look: an engine that leaves while what another one had is closed is a change, too.
+            # Taken before the look: another engine may leave while what one had is being closed.
             changed = self._registry.next_change
             await self._prune()
             await changed.wait()

@@ -151,7 +151,8 @@ def error_body(error: errors.TokenloomError) -> dict[str, object]:
     """Return the JSON body of an error. The field that is wrong stands before the message."""
     message = error.message
     if isinstance(error, errors.ContextLengthExceeded):
-        # Anthropic's clients shorten a conversation where they read these words. Another part's error has no numbers.
+        # Anthropic's clients shorten a conversation where they read these words. An error of another part has no
+        # numbers.
         counts = f": {error.num_tokens} tokens > {error.max_tokens} maximum" if error.num_tokens else ""
         message = f"prompt is too long{counts}. {message}"
     elif error.field is not None and error.field not in message:

@@ -79,7 +79,7 @@ class _OpenFile:
         """Go back to the text that came. Raises ``InvalidArgument`` if that is not known any more."""
         # An argument of a tool may be named as a file is, and any text: it reaches the model as the client has sent it.
         if self._had_escapes:
-            raise InvalidArgument("the body holds base64 of a file that is damaged")
+            raise InvalidArgument("the base64 of a file in the body is damaged: send it again")
         for piece in self._pieces:
             self._plain += binascii.b2a_base64(piece, newline=False)
         self._plain += text
@@ -198,7 +198,7 @@ class BodyFiles:
     room: DividedLimit
 
     async def collect(self, body: RequestBody, limit: int, length: int) -> None:
-        """Read a body to its end, of which ``limit`` bytes may be no files. ``length``: how many bytes it has.
+        """Read a body of ``length`` bytes to its end, of which ``limit`` may belong to anything but files.
 
         Raises as :meth:`RequestBody.read`, and ``ResourceExhausted`` where no room is left for the files.
         """

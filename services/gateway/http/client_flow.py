@@ -289,7 +289,7 @@ class ResponseWriter:
         if self._lingers or not self._keep_alive:
             lines.append(b"connection: close\r\n")
         if self.left is None:
-            # A client of HTTP/1.0 knows no chunks: there, the end of the connection is the end of the body.
+            # A client of HTTP/1.0 reads no chunks: there, the end of the connection is the end of the body.
             self._is_chunked = self.speaks_1_1
             lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
         else:

@@ -77,7 +77,7 @@ class TokensApi:
         if fields.output_mode == "text" and inner.detokenize is False:
             raise errors.InvalidArgument("output_mode text needs detokenize", "output_mode")
         if fields.output_mode == "tokens" and not request.text.stop:
-            request.text.detokenize = False  # nobody reads the text
+            request.text.detokenize = False  # the text would not be read
         kv = None if fields.kv_transfer_params is None else _half(fields.kv_transfer_params, request)
         if kv is not None and kv.HasField("source") and kv.source.num_tokens != len(fields.token_ids):
             message = f"the KV covers {kv.source.num_tokens} tokens, and the prompt has {len(fields.token_ids)}"

@@ -25,7 +25,7 @@ from .request_schemas import CountTokensRequest, MessagesRequest, ResponsesReque
 _Fields = ParamSpec("_Fields")
 
 ROUTES: list[Route] = []
-"""All of them but the paths of single models and of the page's files, which no table knows in advance."""
+"""All of them but the paths of single models and of the page's files, which no table can list in advance."""
 
 
 def _listed(make: Callable[_Fields, Route]) -> Callable[_Fields, Route]:

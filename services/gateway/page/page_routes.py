@@ -203,7 +203,7 @@ class KillButton:
         self._token = secrets.token_urlsafe(24)
 
     def state(self) -> dict[str, str]:
-        """Return what the page needs for the request."""
+        """Return the path of the kill, and the header and token that the page has to send with it."""
         return {"path": route_table.KILL_ENGINE.path, "header": _TOKEN_HEADER.decode(), "token": self._token}
 
     async def __call__(self, exchange: HttpExchange) -> None:

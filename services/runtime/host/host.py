@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class StateFile:
-    """Keeps the published fields, and writes them to the file if there is one. Each time it tells the supervisor."""
+    """Keeps the published fields, and writes them to the file if there is one. Each time the supervisor is notified."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -179,7 +179,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
 
 
 async def _settle(bill: "CpuBill") -> NoReturn:
-    """Share the CPU time out a few times a second, until cancelled."""
+    """Charge the CPU time to tenants a few times a second, until cancelled."""
     while True:
         await asyncio.sleep(_SETTLE_SECONDS)
         bill.settle()

@@ -105,7 +105,7 @@ def fingerprint_difference(
     parts without weights leave it empty. Between engines it has a meaning: see :func:`engine_difference`."""
     for field in fields:
         a, b = getattr(ours, field), getattr(theirs, field)
-        # Empty means "does not know" here, so that a mesh of fake workers, which have no weights, still connects.
+        # Empty means unknown here, so that a mesh of fake workers, which have no weights, still connects.
         if a and b and a != b:
             return f"{field} is {_show(b)}, expected {_show(a)}"
     return None

@@ -10,7 +10,7 @@ from tokenloom.engine_core.data.config import CacheConfig
 from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog, listed_ids
 from tokenloom.engine_core.data.kv_groups import NULL_BLOCK, partition_layers
 from tokenloom.engine_core.data.request import RemoteKVState, RequestKV
-from tokenloom.engine_core.kv_cache.kv_cache_manager import GroupedKVCacheManager
+from tokenloom.engine_core.kv_cache.grouped_kv_cache_manager import GroupedKVCacheManager
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.request.prefix_schedule import block_hashes
 

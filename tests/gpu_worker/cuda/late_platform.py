@@ -10,7 +10,7 @@ from tests.gpu_worker.cuda.op_capture import OpCapture
 from tests.gpu_worker.cuda.tensor_backend import TensorBackend
 from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tests.gpu_worker.sampler.device.host_draw import HostKernels
-from tokenloom.gpu_worker import model_worker
+from tokenloom.gpu_worker.attention import attention_backends
 from tokenloom.gpu_worker.cuda.step_tensors import StepTools
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
@@ -45,7 +45,7 @@ class LatePlatform(ApartPlatform):
 def use_tensor_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers attend as on a GPU, and multiply with operations that can be captured."""
     monkeypatch.setattr(
-        model_worker,
+        attention_backends,
         "make_attention_backend",
         lambda name, config, block_size, device: TensorBackend(config, block_size, device),
     )

@@ -5,7 +5,7 @@ from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.kv_events import BlockRemoved, KVEventLog
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.request import RequestKV
-from tokenloom.engine_core.kv_cache.kv_manager import CrossKVCacheManager
+from tokenloom.engine_core.kv_cache.kv_cache_manager import CrossKVCacheManager
 
 SIZE, CROSS = 4, 3
 

@@ -6,7 +6,7 @@ from tests.gpu_worker.cuda.late_link import LateLink
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput
 from tokenloom.gpu_worker.device.device_link import HostLink
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
-from tokenloom.gpu_worker.sampler.device.sampled_rows import PendingTokens, SampledRows
+from tokenloom.gpu_worker.sampler.device.sampling_arrays import PendingTokens, SampledRows
 from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN
 from tokenloom.gpu_worker.sampler.step_sampler import PendingStep
 

@@ -25,7 +25,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import load_linear, make_linear
 from ..layers.rotary import RotaryEmbedding
-from ..models.decoder import AddNorm, Attention, DecoderLayer
+from ..models.decoder_layers import AddNorm, Attention, DecoderLayer
 from ..models.mixers import stored_rows
 from ..models.mlp import MLP
 from ..models.model import LanguageModel

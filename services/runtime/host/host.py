@@ -25,9 +25,8 @@ from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
 from .host_dependencies import HostDependencies
-from .outside_calls import OutsideCalls
 from .service_settings import ServiceSettings
-from .servicer_edge import Authorize, Edge, ObserveCall
+from .servicer_edge import Authorize, Edge, ObserveCall, OutsideCalls
 
 if TYPE_CHECKING:
     from tokenloom.process.cpu_bill import CpuBill

@@ -1,9 +1,14 @@
-"""Guards the servicers: admits calls, decodes requests, traces, and turns errors into gRPC statuses."""
+"""Guards the servicers: admits calls, decodes requests, traces, and turns errors into gRPC statuses.
+
+It also bounds how long clients from outside the mesh keep calls open that say nothing: a server has a limit of open
+calls. A method whose requests are a stream bounds its clients' silence itself, because it knows how long a session may
+wait.
+"""
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -13,10 +18,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.limits import AdmissionLimit
 
 from ..local_streams.server import ServerCall, damaged_request
 from ..telemetry.tracing import CURRENT, Tracer, pick_headers
-from .outside_calls import OutsideCalls, only_message
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +56,14 @@ _MAKERS: dict[tuple[bool, bool], Callable[..., _Handler]] = {
 }
 """By whether requests and responses are streams."""
 
+MESSAGE_SECONDS = 60.0
+"""Limit on the time from the beginning of a call to the end of its only message, as for the body of an HTTP request."""
+WATCH = "/grpc.health.v1.Health/Watch"
+"""Stays open as long as its caller likes, who needs no credentials."""
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+"""Its requests are a stream, and it is a library's."""
+_WATCH_SHARE = 4
+
 
 class Edge(grpc.GenericRpcHandler):
     """Holds the servicers of a process and finds the handler of a call, for gRPC and for local streams. Handlers only
@@ -68,7 +81,7 @@ class Edge(grpc.GenericRpcHandler):
         self,
         check_caller: CheckCaller | None = None,
         tracer: Tracer | None = None,
-        outside: OutsideCalls | None = None,
+        outside: "OutsideCalls | None" = None,
     ) -> None:
         """``check_caller``: None where peers have no certificates. ``tracer``: traces unary calls that carry a trace;
         None: no tracing. ``outside``: guards the calls of clients from outside the mesh; None: it has none."""
@@ -288,5 +301,69 @@ def _traced(behaviour: Any, method: str, tracer: Tracer) -> Any:
             raise
         finally:
             span.end({"rpc.system": "grpc"}, error)
+
+    return call
+
+
+async def only_message(requests: AsyncIterator[Any]) -> Any:
+    """Return the message of a call that has one. gRPC itself would wait for it without a limit.
+
+    Raises ``DeadlineExceeded`` when it does not arrive, ``InvalidArgument`` when there is none.
+    """
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            return await anext(requests)
+    except StopAsyncIteration:
+        raise errors.InvalidArgument("the call has ended without a message") from None
+    except TimeoutError:
+        raise errors.DeadlineExceeded(f"the call's message did not arrive within {MESSAGE_SECONDS:g} s") from None
+
+
+class OutsideCalls:
+    """Guards the methods of a public service."""
+
+    def __init__(self, max_calls: int) -> None:
+        """``max_calls``: that the server may have open."""
+        # Watch needs no key and never ends by itself. A quarter of the calls keeps any client from filling the server
+        # with it.
+        self._watches = AdmissionLimit(max(max_calls // _WATCH_SHARE, 1))
+
+    def guard(self, method: str, behaviour: Any) -> Any:
+        """Return the handler of a method with its guard, if it needs one."""
+        if method == WATCH:
+            return self._watching(behaviour)
+        return _impatient(behaviour) if method == REFLECTION else behaviour
+
+    def _watching(self, behaviour: Any) -> Any:
+        async def watch(request: object, context: object) -> object:
+            if (place := self._watches.take(1)) is None:
+                message = f"{self._watches.size} calls watch the health already; use Check"
+                raise errors.ResourceExhausted(message, retry_after=MESSAGE_SECONDS)
+            with place:
+                return await behaviour(request, context)
+
+        return watch
+
+
+class _Impatient:
+    """Ends a stream of requests that do not follow each other."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = aiter(requests)
+
+    def __aiter__(self) -> "_Impatient":
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            async with asyncio.timeout(MESSAGE_SECONDS):
+                return await anext(self._requests)
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"no request arrived within {MESSAGE_SECONDS:g} s") from None
+
+
+def _impatient(behaviour: Any) -> Any:
+    async def call(requests: AsyncIterator[Any], context: object) -> object:
+        return await behaviour(_Impatient(requests), context)
 
     return call

@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import wire_errors
-from tokenloom.services.runtime.host import outside_calls
-from tokenloom.services.runtime.host.outside_calls import MESSAGE_SECONDS, REFLECTION
+from tokenloom.services.runtime.host import servicer_edge
+from tokenloom.services.runtime.host.servicer_edge import MESSAGE_SECONDS, REFLECTION
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
@@ -54,7 +54,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> "asyncio.Queue[None]":
         begun.put_nowait(None)
         return asyncio.timeout(seconds)
 
-    monkeypatch.setattr(outside_calls, "asyncio", SimpleNamespace(timeout=timeout))
+    monkeypatch.setattr(servicer_edge, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": timeout}))
     return begun
 
 

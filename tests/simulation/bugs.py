@@ -18,7 +18,7 @@ from tokenloom.services.coordinator.engines.wanted_state import WantedState
 from tokenloom.services.coordinator.lease import KubernetesLease
 from tokenloom.services.engine.core import row_loads
 from tokenloom.services.engine.kv import kv_loads
-from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
+from tokenloom.services.engine.kv.kv_peers import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh import collector
 from tokenloom.services.gateway.mesh.journal_copies import JournalCopies
 from tokenloom.services.gateway.mesh.output_pool import OutputPool

@@ -34,8 +34,7 @@ from tokenloom.engine_core.data.kv_messages import (
 )
 from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
-from tokenloom.services.engine.kv import kv_loads
-from tokenloom.services.engine.kv import kv_loads as kv_reading
+from tokenloom.services.engine.kv import kv_loads, kv_peers
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.engine_pb2 import AddRequest, KVSource
@@ -190,8 +189,8 @@ async def test_a_copy_that_was_given_up_still_ends_the_lease(pair: Pair) -> None
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_reading, "CALL_SECONDS", 0.05)
-    monkeypatch.setattr(kv_reading, "LATE_SECONDS", 0.01)
+    monkeypatch.setattr(kv_peers, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(kv_loads, "LATE_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -228,7 +227,7 @@ async def test_a_lease_that_another_engine_may_read_is_not_taken_from_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
 ) -> None:
     """The output processor sends an attempt that is lost here without output elsewhere, with the same lease."""
-    monkeypatch.setattr(kv_reading, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(kv_loads, "LATE_SECONDS", 1.0)
     answer, silence = pair.owner.answers[KVAcquire], [True]
     pair.owner.answers[KVAcquire] = lambda call: silence.pop() and None if silence else answer(call)
     await pair.peer.send(pair.add())
@@ -274,7 +273,7 @@ async def test_a_transport_that_failed_is_not_asked_for_again(pair: Pair) -> Non
 
 @pytest.mark.parametrize("pair", [{"ready": 4}], indirect=True)
 async def test_a_lease_that_ends_early_is_told_unasked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_reading, "RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(kv_peers, "RENEW_SECONDS", 0.02)
     await pair.peer.send(pair.add(accepted_token_ids=[], awaits_tokens=True))
     request = await pair.reader.noted(EngineCoreRequest)
     assert await pair.reader.noted(KVRemoteProgress) == KVRemoteProgress(request.request_id, 4)
@@ -290,7 +289,7 @@ async def test_a_lease_that_ends_early_is_told_unasked(pair: Pair, monkeypatch: 
 async def test_a_lease_that_ends_with_its_request_is_no_recompute(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_reading, "RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(kv_peers, "RENEW_SECONDS", 0.02)
     await pair.peer.send(pair.add(accepted_token_ids=[], awaits_tokens=True))
     request = await pair.reader.noted(EngineCoreRequest)
     pair.owner.answers[KVRenew] = lambda call: KVAnswer(call.call_id, failure="request_ended")
@@ -375,7 +374,7 @@ class TestTheStreamGoesOn:
     async def test_and_an_owner_that_never_answers_is_done_without(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(kv_reading, "CALL_SECONDS", 0.05)
+        monkeypatch.setattr(kv_peers, "CALL_SECONDS", 0.05)
         del pair.owner.answers[KVAcquire]
         await pair.peer.send(pair.add())
         assert (await pair.reader.noted(EngineCoreRequest)).remote_kv is None

@@ -6,7 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.engine.kv import kv_loads as kv_reading
-from tokenloom.services.engine.kv.kv_loads import RENEW_SECONDS, Reading
+from tokenloom.services.engine.kv.kv_peers import RENEW_SECONDS, Reading
 from tokenloom.v1 import kv_transfer_pb2
 
 REQUEST = kv_transfer_pb2.AcquireRequest(transports=["shm"])

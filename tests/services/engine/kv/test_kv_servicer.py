@@ -13,7 +13,8 @@ from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVProgre
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.engine.kv.kv_front import KVTransferServicer, serve_kv
-from tokenloom.services.engine.kv.kv_loads import KVLink, read_failure
+from tokenloom.services.engine.kv.kv_loads import KVLink
+from tokenloom.services.engine.kv.kv_peers import read_failure
 from tokenloom.services.runtime.host.host_dependencies import Network
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.kv_transfer_pb2 import AcquireRequest, ProgressRequest, ReleaseRequest, RenewRequest

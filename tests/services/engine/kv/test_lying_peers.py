@@ -18,7 +18,8 @@ from tokenloom.engine_core.data.kv_messages import LEASE_ENDS
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.kv.kv_front import KVTransferServicer, serve_kv
-from tokenloom.services.engine.kv.kv_loads import KVLink, Reading
+from tokenloom.services.engine.kv.kv_loads import KVLink
+from tokenloom.services.engine.kv.kv_peers import Reading
 from tokenloom.services.runtime.host.host_dependencies import Network
 from tokenloom.v1 import kv_transfer_pb2
 from tokenloom.v1.kv_transfer_pb2 import ProgressRequest, ReleaseRequest, RenewRequest

@@ -4,7 +4,7 @@ import pytest
 
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.request.limits import MAX_MESSAGE_BYTES
-from tokenloom.services.engine.kv import kv_loads as kv_reading
+from tokenloom.services.engine.kv import kv_peers
 from tokenloom.services.gateway.mesh import tokenizer_client
 from tokenloom.services.output_processor.placement import engine_link
 from tokenloom.services.runtime.peers.hello import (
@@ -59,4 +59,4 @@ def test_empty_fields_are_not_compared() -> None:
 
 def test_a_busy_loop_has_more_than_5_seconds() -> None:
     assert 5.0 < SILENCE_SECONDS <= 10.0
-    assert min(engine_link.CONNECT_SECONDS, kv_reading.CALL_SECONDS, tokenizer_client.ANSWER_SECONDS) > 5.0
+    assert min(engine_link.CONNECT_SECONDS, kv_peers.CALL_SECONDS, tokenizer_client.ANSWER_SECONDS) > 5.0

@@ -1,4 +1,5 @@
-"""Renders chat templates in processes that can be killed, so that no template blocks or brings down the service."""
+"""Renders chat templates in processes that can be killed, so that no template blocks or brings down the service. Each
+process runs ``render_worker.py``, which calls :meth:`.chat_template.ChatTemplate.render`."""
 
 import asyncio
 import signal

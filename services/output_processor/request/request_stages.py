@@ -1,6 +1,8 @@
 """Runs one sample on one engine, or on two: the first computes the prompt and the first token, the other one the rest.
 
-What one engine computes of a sample is called a leg, here and in the protos: the prefill leg, the decode leg.
+What one engine computes of a sample is called a leg, here and in the protos: the prefill leg, the decode leg. The
+decode leg names the engine that has the KV of the prompt, and its own engine pulls it
+(``services/engine/kv/kv_loads.py``).
 """
 
 import asyncio

@@ -266,10 +266,17 @@ def random_run(seed: int) -> tuple[SpecDecodingStats, int]:
         caching=rng.choice((True, False)),
         max_model_len=50,
     )
+    run_random(core, rng, seed)
+    return counted(core), core.scheduler.stats().num_preemptions
+
+
+def run_random(core: EngineCore, rng: random.Random, seed: int, state_chunk: int = 0) -> None:
+    """Run nine requests, of which some are aborted, and compare the tokens of the others."""
     expected, received = dict[str, list[int]](), dict[str, list[int]]()
     for index in range(9):
         prompt, max_tokens = [rng.randrange(3)] * rng.randint(1, 12), rng.randint(1, 37)
-        expected[f"r{index}"], received[f"r{index}"] = expected_tokens(prompt, max_tokens, VOCAB_SIZE), []
+        expected[f"r{index}"] = expected_tokens(prompt, max_tokens, VOCAB_SIZE, state_chunk=state_chunk)
+        received[f"r{index}"] = []
         core.add_request(make_request(f"r{index}", prompt, max_tokens))
     while core.has_work():
         if expected and rng.random() < 0.05:
@@ -282,7 +289,6 @@ def random_run(seed: int) -> tuple[SpecDecodingStats, int]:
     assert {name: received[name] for name in expected} == expected, f"seed {seed}"
     check_idle(core.scheduler)
     core.shutdown()
-    return counted(core), core.scheduler.stats().num_preemptions
 
 
 def test_random_requests_with_aborts_and_preemptions() -> None:
@@ -372,25 +378,7 @@ def random_states_run(seed: int) -> tuple[SpecDecodingStats, int]:
     )
     assert core.scheduler.drafts is not None
     assert core.scheduler.drafts.defers
-    expected, received = dict[str, list[int]](), dict[str, list[int]]()
-    for index in range(9):
-        prompt, max_tokens = [rng.randrange(3)] * rng.randint(1, 12), rng.randint(1, 37)
-        expected[f"r{index}"], received[f"r{index}"] = (
-            expected_tokens(prompt, max_tokens, VOCAB_SIZE, state_chunk=chunk),
-            [],
-        )
-        core.add_request(make_request(f"r{index}", prompt, max_tokens))
-    while core.has_work():
-        if expected and rng.random() < 0.05:
-            leaves = rng.choice(list(expected))
-            del expected[leaves]
-            core.abort_requests([leaves])
-        for output in core.step().outputs:
-            received[output.request_id] += output.new_token_ids
-        check_scheduler(core.scheduler)
-    assert {name: received[name] for name in expected} == expected, f"seed {seed}"
-    check_idle(core.scheduler)
-    core.shutdown()
+    run_random(core, rng, seed, chunk)
     stats = core.scheduler.stats()
     assert stats.preempted_states.get("computed", 0) == stats.num_preemptions, "no state is kept for them"
     return counted(core), core.scheduler.stats().num_preemptions

@@ -21,6 +21,7 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import DrawArgs, GatherArgs, load_batch, load_draw
 from ..kernels.threads import kernel_threads
+from ..sampler.host.sampler import REAL_PARAMETERS, real_parameters
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -137,9 +138,8 @@ class StepArrays:
         return cls(token_ids, positions, slots, query_starts, seq_lens, block_tables)
 
 
-_DRAW = np.dtype(
-    [("temperature", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("seed", "u8")]
-)  # mirrors the struct in ``draw.cpp``
+# Mirrors the struct in ``draw.cpp``.
+_DRAW = np.dtype([*((name, "f8") for name in REAL_PARAMETERS), ("top_k", "i8"), ("seed", "u8")])
 
 _TEMPERATURE = attrgetter("temperature")
 
@@ -167,7 +167,7 @@ class StepRows:
         rows, wanted = np.array(numbers, dtype=np.int64), list(map(params.__getitem__, numbers))
         draws = None
         if any(map(_TEMPERATURE, wanted)):
-            draws = np.array([(p.temperature, p.top_p, p.min_p, p.top_k, p.seed) for p in wanted], dtype=_DRAW)
+            draws = np.array([(*real_parameters(each), each.top_k, each.seed) for each in wanted], dtype=_DRAW)
         return cls(req_ids, rows, rows.ctypes.data, wanted, draws, None if draws is None else draws.ctypes.data)
 
 

@@ -18,7 +18,7 @@ from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import DeviceLink, Event, to_device
 from ..models.model import LanguageModel, routes_of
 from ..sampler.device.sampling_arrays import SamplingRows
-from ..sampler.host.sampler import Purpose, uniform
+from ..sampler.host.sampler import REAL_PARAMETERS, Purpose, real_parameters, uniform
 from .step_graphs import GraphSize, StepGraphs, StepPlans
 from .step_tensors import Capture, DecodedStates, RowKernels, SentStep, StepSize, StepTensors, StepTools
 
@@ -43,8 +43,8 @@ class DeviceRows:
         self.shifts = torch.zeros(count, dtype=torch.int64, device=device)
         """[rows]: what is added to the index of a token to get its rotary position, behind the images of the row."""
         self._sent_shifts = np.zeros(count, dtype=np.int64)
-        # Temperature, top-p, min-p: an odd number of rows would begin at an address for which a kernel compiles again.
-        self._params = torch.zeros((3, count + count % 2), dtype=torch.float64, device=device)
+        # An odd number of rows would begin at an address for which a kernel compiles again.
+        self._params = torch.zeros((len(REAL_PARAMETERS), count + count % 2), dtype=torch.float64, device=device)
         self._top_ks = torch.zeros(count, dtype=torch.int32, device=device)
         self._seeds = np.zeros(count, dtype=np.uint64)
 
@@ -59,9 +59,9 @@ class DeviceRows:
             params = [self._batch.params_of(row) for row in rows]
             self._seeds[rows] = [each.seed for each in params]
             at = np.array(rows, dtype=np.int64)
-            values = [(each.temperature, each.top_p, each.min_p) for each in params]
+            values = [real_parameters(each) for each in params]
             arrays["new rows"] = at
-            arrays["new places"] = (at + self._params.shape[1] * np.arange(3)[:, None]).reshape(-1)
+            arrays["new places"] = (at + self._params.shape[1] * np.arange(len(self._params))[:, None]).reshape(-1)
             arrays["new params"] = np.array(values, dtype=np.float64).T.reshape(-1)
             arrays["new top ks"] = np.array([max(0, each.top_k) for each in params], dtype=np.int32)
             shifts = self._batch.media.shifts[at]
@@ -93,8 +93,7 @@ class DeviceRows:
 
     def draws(self, rows: Tensor, numbers: Tensor) -> SamplingRows:
         """Return what these rows [S] ask for in a step, with the ``numbers`` [S] of their draws."""
-        params = self._params
-        return SamplingRows((params[0], params[1], params[2], numbers, self._top_ks, rows), rows, self.last_tokens)
+        return SamplingRows((*self._params, numbers, self._top_ks, rows), rows, self.last_tokens)
 
 
 _ALIGNMENT = 16

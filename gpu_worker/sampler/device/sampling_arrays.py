@@ -15,12 +15,13 @@ from tokenloom.engine_core.data.messages import Logprobs
 
 from ...device.device_link import DeviceLink, Event
 from ..host.logits_processors import RowEdit, Words
-from ..host.sampler import Purpose, uniform
+from ..host.sampler import REAL_PARAMETERS, Purpose, real_parameters, uniform
 
 
 class SamplingArrays(NamedTuple):
     """Holds what rows ask for, and which of them draw; see ``kernels.triton.sample``."""
 
+    # In the order of REAL_PARAMETERS.
     temperatures: npt.NDArray[np.float64]
     top_ps: npt.NDArray[np.float64]
     min_ps: npt.NDArray[np.float64]
@@ -33,10 +34,9 @@ class SamplingArrays(NamedTuple):
     def of(cls, params: Sequence[CoreSamplingParams], output_indices: npt.NDArray[np.int64]) -> "SamplingArrays":
         """Read the parameters of rows, and compute the uniform numbers of their next draws as the host's rule does."""
         seeds = np.array([each.seed for each in params], dtype=np.uint64)
+        reals = np.array([real_parameters(each) for each in params], dtype=np.float64)
         return cls(
-            temperatures=np.array([each.temperature for each in params], dtype=np.float64),
-            top_ps=np.array([each.top_p for each in params], dtype=np.float64),
-            min_ps=np.array([each.min_p for each in params], dtype=np.float64),
+            *np.ascontiguousarray(reals.reshape(-1, len(REAL_PARAMETERS)).T),
             numbers=uniform(seeds, output_indices.astype(np.uint64), Purpose.SAMPLE),
             top_ks=np.array([max(0, each.top_k) for each in params], dtype=np.int32),
             asking=np.arange(len(params)),

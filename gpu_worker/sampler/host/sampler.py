@@ -16,12 +16,19 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
+
+REAL_PARAMETERS = ("temperature", "top_p", "min_p")
+"""Those of a draw that are real numbers, in the order in which kernels take them: fields of a struct in C++, columns on
+a GPU."""
+real_parameters = attrgetter(*REAL_PARAMETERS)
+"""Returns these of the parameters of a request."""
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)

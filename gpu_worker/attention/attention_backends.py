@@ -48,7 +48,7 @@ class WorkerBackends:
     def layout_marks(self) -> list[str]:
         """What ``ModelInfo.kv_layout`` says of a plugin: it may lay keys and values out in its own way, and each
         backend of a package in another."""
-        return [] if self._plugged is None else kv_marks([self._option])
+        return [] if self._plugged is None else list(kv_marks([self._option]))
 
     def make(self, model: ModelConfig, group: RankGroup) -> AttentionBackend:
         """Return the backend for a model. ``group``: the ranks among which its tokens are spread, if they are. Raises

@@ -21,7 +21,6 @@ from ..host.sampler import REAL_PARAMETERS, Purpose, real_parameters, uniform
 class SamplingArrays(NamedTuple):
     """Holds what rows ask for, and which of them draw; see ``kernels.triton.sample``."""
 
-    # In the order of REAL_PARAMETERS.
     temperatures: npt.NDArray[np.float64]
     top_ps: npt.NDArray[np.float64]
     min_ps: npt.NDArray[np.float64]
@@ -35,8 +34,11 @@ class SamplingArrays(NamedTuple):
         """Read the parameters of rows, and compute the uniform numbers of their next draws as the host's rule does."""
         seeds = np.array([each.seed for each in params], dtype=np.uint64)
         reals = np.array([real_parameters(each) for each in params], dtype=np.float64)
+        temperatures, top_ps, min_ps = np.ascontiguousarray(reals.reshape(-1, len(REAL_PARAMETERS)).T)
         return cls(
-            *np.ascontiguousarray(reals.reshape(-1, len(REAL_PARAMETERS)).T),
+            temperatures=temperatures,
+            top_ps=top_ps,
+            min_ps=min_ps,
             numbers=uniform(seeds, output_indices.astype(np.uint64), Purpose.SAMPLE),
             top_ks=np.array([max(0, each.top_k) for each in params], dtype=np.int32),
             asking=np.arange(len(params)),

@@ -414,7 +414,8 @@ class GenerationEndpoint:
                         self.silent.remove(early)
                     if log.isEnabledFor(logging.DEBUG):
                         RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
-                    if (event := options.numbered) is not None:
+                    is_numbered = token.is_held and self.api.event_ids is IdKind.NUMBER
+                    if (event := options.numbered) is not None or is_numbered:
                         options = shaped_again(options, generation.request_id)
                     answer = self.api.answer(generation, options)
                     if exchange.held is not None:
@@ -441,7 +442,7 @@ class GenerationEndpoint:
                         await _whole(exchange, generation, answer, self._headers(exchange, options))
         except ClientDisconnected:
             # It may have left before this gateway asked for what another one had begun, and no other part would end it.
-            if token.is_held and token.request_id:
+            if token.is_held and (token.resumes or token.takes_over):
                 self.generator.cancel(token.request_id, exchange.tenant.name)
             raise
         except errors.InvalidArgument as error:
@@ -553,7 +554,7 @@ def _hold(
         for index, entry in enumerate(past.entries)
         if entry.has_begun or past.has_first
     }
-    event = EventId(past.request_id, created, entries)
+    event = EventId(past.request_id, created, entries, number=past.number)
     token = replace(token, resumes=True, num_delivered=tokens_of(event.positions))
     return replace(options, resumed=event), token
 

@@ -220,6 +220,11 @@ class HeldResponse:
         self._store()
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the response has ended, or is not stored any more."""
+        return self._is_closed
+
+    @property
     def is_arriving(self) -> bool:
         """Whether no more is stored than what has arrived of the request, and the response has not ended."""
         return bool(self._state & ARRIVED) and not self._is_closed
@@ -299,7 +304,8 @@ class HeldResponse:
             os.close(file)
 
     def _store_fixed(self, request_id: str) -> None:
-        fields = (*self._fixed, self.created, len(self._entries), request_id.encode())
+        number = 0 if self.past is None else self.past.number
+        fields = (*self._fixed, self.created, len(self._entries), request_id.encode(), number)
         FIXED.pack_into(self._memory, self._slot * SLOT_BYTES + FIXED_AT, *fields)
 
     def _settle(self) -> None:

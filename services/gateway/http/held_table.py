@@ -8,6 +8,7 @@ of one number on, so the slot is right at whichever instruction the gateway is k
 
 import mmap
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -39,8 +40,9 @@ any output were written, its last byte was written, the connection ends with it,
 which is lost, and no more is known than what has arrived of the request: the response can be made once more, but not
 continued."""
 
-FIXED = struct.Struct("@QQQiiII40s")
-"""Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request."""
+FIXED = struct.Struct("@QQQiiII40sI")
+"""Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request, number
+of the first event that is stored here."""
 FixedFields = tuple[int, int, int, int, int]
 """Cookie, base, bytes of the request, descriptor, file of the request or -1: they stay until the slot is free."""
 BANKS = [struct.Struct(f"@{2 + count}Q") for count in range(MOST_OUTPUTS + 1)]
@@ -58,6 +60,8 @@ REQUEST_AT = 2 << 10
 RING_AT = REQUEST_AT + REQUEST_BYTES
 SLOT_BYTES = RING_AT + RING_BYTES
 _PAIR = struct.Struct("@QQ")
+_NUMBERED = re.compile(rb'\ndata: {"type":"[a-z_.]*","sequence_number":([0-9]{1,9})[,}]')
+"""In an event of the Responses API. A line feed within a text is escaped there, so that no text has these bytes."""
 _MOST_IDLE = 1 << 16
 """Connections with a higher descriptor end with their gateway where no request is in work."""
 
@@ -106,6 +110,7 @@ class PastResponse:
         request_id: The mesh's; empty without :data:`NAMED`.
         created: When the answer began, in seconds since the epoch.
         entries: By output.
+        number: Of the event behind the tail, where events are numbered from 0 on.
     """
 
     request: bytes
@@ -114,6 +119,7 @@ class PastResponse:
     request_id: str = ""
     created: int = 0
     entries: tuple[OutputEntry, ...] = ()
+    number: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -163,7 +169,7 @@ class HeldRecord:
         none can. ``num_taken``: bytes that the kernel has taken from the connection."""
         tail, past = self.missing(num_taken), self.past
         if tail is None or past.is_known or past.is_over:
-            return None if tail is None else replace(past, tail=tail)
+            return None if tail is None else replace(past, tail=tail, number=_next_number(self.last, past.number))
         # The next gateway makes all of it, and the client must have nothing of another making.
         return PastResponse(past.request, state=ARRIVED | past.state & FOLLOWED) if num_taken == self.base else None
 
@@ -278,7 +284,8 @@ class HeldTable:
 
     def _record(self, slot: int, commit: int) -> HeldRecord:
         at, memory = slot * SLOT_BYTES, self.memory
-        cookie, base, length, descriptor, file, created, num_outputs, name = FIXED.unpack_from(memory, at + FIXED_AT)
+        fixed = FIXED.unpack_from(memory, at + FIXED_AT)
+        cookie, base, length, descriptor, file, created, num_outputs, name, number = fixed
         bank = BANKS[num_outputs].unpack_from(memory, at + BANKS_AT + (commit & 1) * BANK_BYTES)
         total, state, *entries = bank
         since = self.words[(at + SINCE_AT) // 8]
@@ -298,8 +305,17 @@ class HeldTable:
             request_id=name.decode() if is_named else "",
             created=created,
             entries=tuple(map(OutputEntry.of, entries)) if is_named else (),
+            number=number,
         )
         return HeldRecord(slot, descriptor, cookie, base, total, last[-MOST_LEFT:], past)
+
+
+def _next_number(data: bytes, first: int) -> int:
+    """Return the number of the event behind some bytes of a response. ``first``: that of the first event in them."""
+    # The numbers stand in the bytes, so that a token costs nothing more: an event is at most as large as a piece, and
+    # more than a piece is stored.
+    *_, last = (None, *_NUMBERED.finditer(data))
+    return first if last is None else int(last[1]) + 1
 
 
 def _file_of(data: bytes) -> int:

@@ -57,6 +57,8 @@ class EventId:
     entries: Mapping[int, str] = field(default_factory=dict)
     """By output that has begun: tokens, characters, and whether its content or all of it has ended."""
     usage_sent: bool = False
+    number: int = 0
+    """Of the next event, in an API whose events are numbered from 0 on, for what another gateway has written."""
 
     @property
     def positions(self) -> dict[int, ClientPosition]:

@@ -188,6 +188,7 @@ class ResponseAnswer:
         self._head = head_of(request)
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
+        self._number = 0 if options.resumed is None else options.resumed.number
 
     def first_events(self) -> bytes:
         """Return the events before any output."""
@@ -215,6 +216,8 @@ class ResponseAnswer:
     def repeat(self, delta: Delta) -> None:
         """Take note of output that the client has."""
         self.events(delta)
+        # How many events it came in depends on how it was cut into deltas there.
+        self._items.events.go_on(self._number)
 
     def is_large(self, delta: Delta) -> bool:
         """Return False: the API has no log probabilities, which alone take long to shape."""

@@ -22,7 +22,7 @@ from ..generation.running_generation import RunningGeneration
 from ..http.http_exchange import HttpExchange
 from ..mesh.process_stream import UNKNOWN_MARK
 from ..openai.body_reader import AnswerOptions
-from ..records.request_ids import ResumeToken, fingerprint, is_request_id
+from ..records.request_ids import NEW, ResumeToken, fingerprint, is_request_id
 from ..tenants.tenant import Tenant
 from .conversations import id_of, respond
 from .mcp_rounds import McpGenerator
@@ -44,37 +44,65 @@ class ResponsesEndpoint:
     """Owns what runs in the background."""
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        held = [await self.endpoint.read(exchange)]
+        held = [await self.endpoint.read(exchange, is_plain=True)]
         request = held[0][1].request
         assert isinstance(request, ResponseRequest)
         if not request.is_background:
             run, endpoint = request.mcp, self.endpoint
             if run is not None:
-                if exchange.let_go is not None:
-                    exchange.let_go()  # its tools may have effects
+                held = [_let_go(exchange, held.pop())]  # its tools may have effects
                 endpoint = replace(endpoint, generator=self._rounds(run, held))
             elif held[0][2].fingerprint:
                 held = [self._named(held[0])]
             await endpoint(exchange, held)
             return
-        # A second run would take the request over from the first one, whose response would end as failed although its
-        # client has that one's id.
-        token, tenant, recipe = held[0][2], request.tenant, request.recipe
-        stored = self.store.repeated(token, tenant)
-        if stored is None and recipe is not None:
-            held = [await self._claimed(exchange, held.pop(), recipe)]
-            stored = self.store.repeated(token, tenant)  # meanwhile another call with this key may have begun it
-        stored = stored or self._begin(held)
-        del request, recipe  # the client's body must not live as long as a stream
+        del request  # the client's body must not live as long as a stream
+        stored = await self._in_background(exchange, held)
         if stored.log is not None:
             await _follow(exchange, stored.log, 0)
         else:
             await respond(exchange, stored.response)
 
+    async def _in_background(self, exchange: HttpExchange, held: list[ReadRequest]) -> StoredResponse:
+        """Begin a response in the background, unless an earlier call, or another gateway whose client is now this
+        one's, has begun it. ``held``: what was read of its request; it is emptied."""
+        request, token = held[0][1].request, held[0][2]
+        assert isinstance(request, ResponseRequest)
+        tenant, recipe = request.tenant, request.recipe
+        if token.is_held:  # the connection is, and the response goes on without it
+            if (begun := await self._begun_elsewhere(exchange, token.request_id)) is not None:
+                return begun
+            token = ResumeToken(token.request_id, token.fingerprint)
+            held[:] = [(*held[0][:2], token)]
+        # A second run would take the request over from the first one, whose response would end as failed although its
+        # client has that one's id.
+        stored = self.store.repeated(token, tenant)
+        if stored is None and recipe is not None:
+            held[:] = [await self._claimed(exchange, held.pop(), recipe)]
+            stored = self.store.repeated(token, tenant)  # meanwhile another call with this key may have begun it
+        if exchange.held is not None:
+            if held[0][2].recipe:
+                exchange.held.name(held[0][2].request_id, [])  # before it begins: no second one is begun elsewhere
+            else:
+                held[:] = [_let_go(exchange, held.pop())]
+        return stored or self._begin(held)
+
+    async def _begun_elsewhere(self, exchange: HttpExchange, request_id: str) -> StoredResponse | None:
+        """Return the response that another gateway has begun on this connection; None: it has begun none. Raises
+        ``NotFound`` if the client has a part of one that cannot be continued."""
+        if not request_id:
+            return None
+        try:
+            return await self._found(_PREFIX + request_id, exchange.tenant)
+        except errors.NotFound:
+            if exchange.started:
+                raise
+            return None
+
     async def retrieve(self, exchange: HttpExchange) -> None:
         """Answer with a stored response, or with its events after the one that the client names."""
         first = _first_event(exchange.query)
-        stored = await self._found(exchange, takes_over=first is not None)
+        stored = await self._found(id_of(exchange), exchange.tenant, takes_over=first is not None)
         if first is None:
             await respond(exchange, stored.response)
             return
@@ -84,7 +112,7 @@ class ResponsesEndpoint:
 
     async def delete(self, exchange: HttpExchange) -> None:
         """Drop a stored response; end its generation."""
-        stored = await self._found(exchange)
+        stored = await self._found(id_of(exchange), exchange.tenant)
         response_id = stored.response["id"]
         self.store.delete(response_id, exchange.tenant.name)
         if stored.withdraw is not None:  # an output processor may keep it after its end
@@ -93,7 +121,7 @@ class ResponsesEndpoint:
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """End the generation of a response in the background; do nothing if it has ended."""
-        stored = await self._found(exchange)
+        stored = await self._found(id_of(exchange), exchange.tenant)
         if stored.cancel is not None:
             stored.cancel()
             self.store.end(stored.response["id"], stored.response | {"status": "cancelled"})
@@ -101,7 +129,7 @@ class ResponsesEndpoint:
                 stored.withdraw()  # the task may not have begun
             if stored.log is not None:
                 stored.log.end()
-            stored = self._stored(exchange)
+            stored = self._stored(id_of(exchange), exchange.tenant)
         await respond(exchange, stored.response)
 
     def _rounds(self, run: McpRun, held: list[ReadRequest]) -> McpGenerator:
@@ -109,11 +137,10 @@ class ResponsesEndpoint:
         read = partial(self.api.read_chat, tenant=held[0][0].tenant)
         return McpGenerator(self.generator, run, read, self.endpoint.parser)
 
-    def _stored(self, exchange: HttpExchange) -> StoredResponse:
-        name = id_of(exchange)
+    def _stored(self, name: str, tenant: Tenant) -> StoredResponse:
         if name.startswith(CONVERSATION):
             raise errors.NotFound(f"{name[:64]!r} is the id of a conversation")
-        return self.store.get(name, exchange.tenant.name)
+        return self.store.get(name, tenant.name)
 
     def _named(self, read: ReadRequest) -> ReadRequest:
         """Give a response the id of its request, by which any gateway finds it again."""
@@ -121,7 +148,7 @@ class ResponsesEndpoint:
         response, numbered = options.request, options.numbered
         assert isinstance(response, ResponseRequest)
         token = replace(token, request_id=token.request_id or self.generator.draw_id() + UNKNOWN_MARK)
-        created = response.created if numbered is None else numbered.created
+        created = options.created or (response.created if numbered is None else numbered.created)
         return _renamed((*read[:2], token), _PREFIX + token.request_id, created)
 
     async def _claimed(self, exchange: HttpExchange, read: ReadRequest, recipe: Recipe) -> ReadRequest:
@@ -157,17 +184,16 @@ class ResponsesEndpoint:
             stored.withdraw = partial(self.generator.cancel, token.request_id, request.tenant)
         return stored
 
-    async def _found(self, exchange: HttpExchange, *, takes_over: bool = True) -> StoredResponse:
+    async def _found(self, name: str, tenant: Tenant, *, takes_over: bool = True) -> StoredResponse:
         """Return a response that is stored here, or one in the background that another gateway began, which this one
         continues. Raises ``NotFound``; ``Unavailable`` for one that this gateway cannot continue.
 
         ``takes_over``: also take it from a gateway that runs it; False: say only that it is in progress there.
         """
         try:
-            return self._stored(exchange)
+            return self._stored(name, tenant)
         except errors.NotFound as error:
             unknown = error
-        name, tenant = id_of(exchange), exchange.tenant
         request_id = _request_id_of(name)
         if request_id is None or not self.store.is_on or self.store.was_deleted(name, tenant.name):
             raise unknown
@@ -187,7 +213,7 @@ class ResponsesEndpoint:
             message = "This gateway cannot continue the response, which one of another release may have begun; retry."
             raise errors.Unavailable(message) from error
         with suppress(errors.NotFound):  # another call may have begun it meanwhile
-            return self._stored(exchange)
+            return self._stored(name, tenant)
         if self.store.was_deleted(name, tenant.name):
             raise unknown
         if recalled.is_attended and not takes_over:
@@ -275,6 +301,17 @@ PIECES_PER_TURN = 64
 _PREFIX = "resp_"
 
 
+def _let_go(exchange: HttpExchange, read: ReadRequest) -> ReadRequest:
+    """Let a response end with this gateway, if that is killed. Raises ``RequestLost`` if it is one of another gateway
+    that has begun."""
+    if exchange.past is not None and exchange.past.has_begun:
+        raise errors.RequestLost("This gateway cannot continue the response; send the request again.")
+    if exchange.let_go is not None:
+        exchange.let_go()
+        exchange.held = None
+    return (*read[:2], NEW) if read[2].is_held else read
+
+
 def _request_id_of(response_id: str) -> str | None:
     """Return the id of the request that generates a response; None if no other gateway could continue it."""
     request_id = response_id.removeprefix(_PREFIX).partition("_")[0]
@@ -333,12 +370,18 @@ async def _stream(
 async def _follow(exchange: HttpExchange, log: EventLog, first: int) -> None:
     """Write the events of a response from a number on, and those that are still to come. Raises why the log ended if
     the response did not."""
+    if (past := exchange.past) is not None:
+        first = max(first, past.number)
+    elif exchange.held is None and exchange.hold is not None:
+        exchange.held = exchange.hold(b"")  # of a call that reads the events: it has no body
     with exchange.until_disconnected():
-        await exchange.start(200, sse.HEADERS)
+        if not exchange.started:
+            await exchange.start(200, sse.HEADERS)
         while True:
             if events := log.read(first):
                 first += len(events)
-                await exchange.write(b"".join(events))
+                for piece in events if exchange.held is not None else (b"".join(events),):  # what is held is small
+                    await exchange.write(piece)
                 continue
             if log.is_over:
                 break

@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 
-from tests.mesh.faults.test_killed_gateways import SLOW, STREAMS, TOOL
+from tests.mesh.faults.test_killed_gateways import PARAMETERS, SLOW, STREAMS, TOOL
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.plain_text import PLAIN_TEXT
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
@@ -207,6 +207,56 @@ async def read_messages(url: str, on_begun: Callable[[], object]) -> object:
     return message.content[0].text, message.stop_reason, message.usage.output_tokens  # type: ignore[union-attr]
 
 
+_MORE: dict[str, Any] = {"seed": 9, "min_tokens": TOKENS}
+
+
+async def read_response(url: str, on_begun: Callable[[], object], **options: Any) -> object:
+    """Of the Responses API, whose events are numbered, and which repeats all of its text at its end."""
+    events = []
+    options = {"extra_body": _MORE, "max_output_tokens": TOKENS, **options}
+    async with openai_client(url) as client:
+        stream = await client.responses.create(model=MODEL, input="Wake me.", stream=True, **options)
+        async for event in stream:
+            events.append(event)
+            if len(events) == 9:
+                on_begun()
+    return shown(events)
+
+
+def shown(events: list[Any]) -> object:
+    """What the events of a response say, which is the same however its text was cut into events."""
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    whole = events[-1].response
+    assert {event.response.id for event in events if hasattr(event, "response")} == {whole.id}
+    assert whole.created_at == events[0].response.created_at
+    parts: list[tuple[str, str]] = []
+    for event in events:
+        if hasattr(event, "delta"):
+            assert whole.output[event.output_index].id == event.item_id
+            parts.append((event.type, event.delta))
+        elif event.type in ("response.output_text.done", "response.function_call_arguments.done"):
+            said = getattr(event, "text", None) or event.arguments
+            assert said == "".join(text for kind, text in parts if kind == event.type.replace("done", "delta"))
+            item = whole.output[event.output_index]
+            assert said == (item.arguments if item.type == "function_call" else item.content[0].text)
+        elif event.type == "response.output_item.added" and event.item.type == "function_call":
+            assert event.item.call_id == whole.output[event.output_index].call_id
+    return [event.type for event in events if not hasattr(event, "delta")], texts_of(parts), whole.usage.output_tokens
+
+
+def texts_of(parts: list[tuple[str, str]]) -> dict[str, str]:
+    return {kind: "".join(text for each, text in parts if each == kind) for kind, _ in parts}
+
+
+async def read_response_tools(url: str, on_begun: Callable[[], object]) -> object:
+    function = {"type": "function", "strict": None, "name": "set_alarm", "parameters": PARAMETERS}
+    return await read_response(url, on_begun, tools=[function], tool_choice="required", extra_body={"seed": 3})
+
+
+async def read_background(url: str, on_begun: Callable[[], object]) -> object:
+    return await read_response(url, on_begun, background=True)
+
+
 async def read_whole(url: str, on_begun: Callable[[], object]) -> object:
     async with openai_client(url) as client:
         answer = client.chat.completions.create(
@@ -247,6 +297,9 @@ READERS: dict[str, Read] = {
     "samples": read_samples,
     "tools": read_tools,
     "messages": read_messages,
+    "response": read_response,
+    "response with tools": read_response_tools,
+    "background": read_background,
     "curl": read_curl,
 }
 
@@ -272,7 +325,7 @@ async def test_streams_go_on_when_their_gateway_and_output_processor_are_killed(
             reads = [read(gateway.url, partial(begin, name)) for name, read in READERS.items()]
             async with asyncio.timeout(3 * SOON):
                 *answers, _ = await asyncio.gather(*reads, kill())
-        references = [await read(mesh.url, lambda: None) for read in READERS.values()]
+        references = await asyncio.gather(*(read(mesh.url, lambda: None) for read in READERS.values()))
         assert dict(zip(READERS, answers, strict=True)) == dict(zip(READERS, references, strict=True))
         assert other.host is not None
         name = "tokenloom_output_processor_journal_copies_used_total"
@@ -295,7 +348,7 @@ async def test_streams_go_on_when_their_gateway_is_killed(socket_dir: Path) -> N
             reads = [read(gateway.url, partial(begin, name)) for name, read in READERS.items()]
             async with asyncio.timeout(SOON):
                 answers = await asyncio.gather(*reads)
-        references = [await read(mesh.url, lambda: None) for read in READERS.values()]
+        references = await asyncio.gather(*(read(mesh.url, lambda: None) for read in READERS.values()))
         assert dict(zip(READERS, answers, strict=True)) == dict(zip(READERS, references, strict=True))
         assert await taken(mesh, "begun") == len(READERS)
         await mesh.until_idle()
@@ -385,7 +438,8 @@ async def test_a_stream_goes_on_after_each_of_several_kills(socket_dir: Path) ->
             gateways.append(await started.enter_async_context(victim(mesh, socket_dir)))
 
         kills: list[asyncio.Task[None]] = []
-        texts = []
+        texts, numbered = [], asyncio.create_task(read_response(first.url, lambda: None, **_LONG))
+        await mesh.until_running()
         async with openai_client(first.url) as client, asyncio.timeout(2 * SOON):
             stream = await client.completions.create(
                 model=MODEL, prompt="Once", max_tokens=400, seed=8, stream=True, extra_body={"ignore_eos": True}
@@ -396,12 +450,39 @@ async def test_a_stream_goes_on_after_each_of_several_kills(socket_dir: Path) ->
                 if count >= 5 and len(kills) < 2 and all(kill.done() for kill in kills):
                     kills.append(asyncio.create_task(restart()))
         await asyncio.gather(*kills)
-        async with openai_client(mesh.url) as client:
-            whole = await client.completions.create(
+        async with openai_client(mesh.url) as client, asyncio.timeout(2 * SOON):
+            completion = client.completions.create(
                 model=MODEL, prompt="Once", max_tokens=400, seed=8, extra_body={"ignore_eos": True}
             )
+            whole, reference = await asyncio.gather(completion, read_response(mesh.url, lambda: None, **_LONG))
         assert "".join(texts) == whole.choices[0].text
+        assert await numbered == reference
         assert len(gateways) == 3
+
+
+_LONG: dict[str, Any] = {"extra_body": {"seed": 9, "min_tokens": 400}, "max_output_tokens": 400}
+
+
+async def test_events_that_are_read_of_a_response_in_the_background_go_on(socket_dir: Path) -> None:
+    """By a call of its own, which begins behind an event that the client has."""
+    async with held_mesh(socket_dir) as mesh:
+        async with victim(mesh, socket_dir) as gateway, openai_client(gateway.url) as client:
+            asked: dict[str, Any] = {"max_output_tokens": TOKENS, "background": True, "stream": True}
+            events = []
+            stream = await client.responses.create(model=MODEL, input="Wake me.", extra_body=_MORE, **asked)
+            async for event in stream:
+                events.append(event)
+                if len(events) == 4:
+                    break
+            await stream.close()
+            name = events[0].response.id
+            async with asyncio.timeout(SOON):
+                async for event in await client.responses.retrieve(name, stream=True, starting_after=3):
+                    events.append(event)
+                    if len(events) == 8:
+                        gateway.kill()
+        assert shown(events) == await read_background(mesh.url, lambda: None)
+        assert await taken(mesh, "begun") == 1
 
 
 async def test_a_client_that_leaves_meanwhile_ends_its_request(socket_dir: Path) -> None:

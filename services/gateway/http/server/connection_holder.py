@@ -240,7 +240,7 @@ def _give(peer: socket.socket, record: HeldRecord, connection: socket.socket) ->
 
 def _described(past: PastResponse) -> bytes:
     words = [entry.word for entry in past.entries]
-    return json.dumps([past.state, past.request_id, past.created, words]).encode()
+    return json.dumps([past.state, past.request_id, past.created, words, past.number]).encode()
 
 
 def _read_past(peer: socket.socket) -> tuple[PastResponse, socket.socket] | None:
@@ -255,10 +255,10 @@ def _read_past(peer: socket.socket) -> tuple[PastResponse, socket.socket] | None
         connection = stack.enter_context(socket.socket(fileno=files[0]))
         sizes = _LENGTHS.unpack(head + _read_exactly(peer, _LENGTHS.size - len(head)))
         about, request, tail = (_read_exactly(peer, size) for size in sizes)
-        state, request_id, created, words = json.loads(about)
+        state, request_id, created, words, number = json.loads(about)
         entries = tuple(map(OutputEntry.of, words))
         stack.pop_all()
-    return PastResponse(request, tail, state, request_id, created, entries), connection
+    return PastResponse(request, tail, state, request_id, created, entries, number), connection
 
 
 def _read_exactly(peer: socket.socket, size: int) -> bytes:

@@ -131,9 +131,9 @@ class HeldProtocol(HttpProtocol):
         super()._on_answered(exchange, task)
 
     def _let_go(self) -> None:
-        """Store no more what has arrived of a request: answered once more, it would have effects twice, or it is too
-        large."""
-        if self._latest is not None and self._latest.is_arriving:
+        """Store a request and its response no more: answered once more, it would have effects twice, or it is too
+        large. Does nothing to a response that has ended."""
+        if self._latest is not None and not self._latest.is_closed:
             self._latest.close()
             self._latest = None
         self._arrives = False

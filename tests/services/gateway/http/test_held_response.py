@@ -31,6 +31,7 @@ from tokenloom.services.gateway.http.held_table import (
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.request_body import RequestBody
 from tokenloom.services.gateway.http.tcp_counters import num_taken
+from tokenloom.services.gateway.responses.output_items import Events
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 PLAIN_HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -426,6 +427,34 @@ async def test_a_tail_is_stored_from_the_beginning(size: int) -> None:
         connection.flow.transport.write(b"2\r\n{}\r\n")
         record = only(table.records())
         assert record.missing(record.base + size) == b"2\r\n{}\r\n"
+
+
+async def test_the_number_of_the_next_event_stands_in_the_bytes() -> None:
+    """No text looks like it, and a second gateway that is killed before it has written an event knows it too."""
+    table, events = HeldTable(1), Events()
+    async with connected() as connection:
+        held = connection.begin(table)
+        held.name(ID, [0])
+        connection.flow.transport.write(HEAD)
+        assert _rest(table).number == 0
+        held.advance(0, 0, 0, 1)
+        connection.flow.transport.write(events.event("response.created", response={}))
+        text = '\ndata: {"type":"response.output_text.delta","sequence_number":77,'
+        held.put(events.event("response.output_text.delta", delta=text), 1, len(text))
+        held.put(b": keep-alive\n\n", 0, 0)
+        past = _rest(table)
+        assert past.number == 2
+        held.close()
+    async with connected() as connection:
+        assert hold_response(table, connection.flow, connection.exchange(), b"", past) is not None
+        assert _rest(table).number == 2
+
+
+def _rest(table: HeldTable) -> PastResponse:
+    record = only(table.records())
+    past = record.rest(num_taken(record.descriptor))
+    assert past is not None
+    return past
 
 
 async def test_that_more_was_read_counts_at_once_and_without_what_is_not_written() -> None:

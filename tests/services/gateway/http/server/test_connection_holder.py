@@ -542,7 +542,7 @@ async def test_a_message_that_no_holder_sends_harms_no_other(socket_dir: Path) -
                 peer.setblocking(False)
                 await loop.sock_connect(peer, str(path))
                 assert await loop.sock_recv(peer, 1) == b"r"
-                about = json.dumps([0, "", 0, []]).encode()
+                about = json.dumps([0, "", 0, [], 0]).encode()
                 socket.send_fds(peer, [_LENGTHS.pack(len(about), len(REQUEST), 0)], [ours.fileno()])
                 await loop.sock_sendall(peer, about + REQUEST)
                 assert await loop.sock_recv(peer, 1) == b"t"

@@ -348,7 +348,20 @@ def hold_arrival(table: HeldTable, flow: ClientFlow, data: bytes) -> HeldRespons
     """Store the first bytes of a request; return None where that cannot be."""
     if not table.may_arrive or len(data) > REQUEST_BYTES or not _can_hold(flow):
         return None
-    if (held := _hold(table, flow, data, PastResponse(b"", state=ARRIVED))) is not None:
+    return _hold_unanswered(table, flow, data)
+
+
+def hold_request(
+    table: HeldTable, flow: ClientFlow, asked: AskedRequest, body: bytes | bytearray
+) -> HeldResponse | None:
+    """Store a request that has arrived as a whole, and of which no more is known; return None where that cannot be."""
+    if table.is_full or not _can_hold(flow) or not (request := request_bytes(asked, body)):
+        return None
+    return _hold_unanswered(table, flow, request)
+
+
+def _hold_unanswered(table: HeldTable, flow: ClientFlow, request: bytes) -> HeldResponse | None:
+    if (held := _hold(table, flow, request, PastResponse(b"", state=ARRIVED))) is not None:
         table.begin_arrival()
     return held
 

@@ -178,6 +178,8 @@ class HttpExchange:
         hold: Stores the response from now on for a gateway that would continue it, given the request's body; None: no
             gateway would.
         held: What stores it; None: nothing does.
+        keep: Stores the request for a gateway that would answer it in place of this one, given its whole body; None: no
+            gateway would.
         let_go: Lets the request end with this gateway, if that is killed: answered once more by another one, it would
             have effects twice. None: it does so in any case.
     """
@@ -185,6 +187,7 @@ class HttpExchange:
     past: "PastResponse | None" = None
     hold: "Callable[[bytes | bytearray], HeldResponse | None] | None" = None
     held: "HeldResponse | None" = None
+    keep: "Callable[[bytes | bytearray], None] | None" = None
     let_go: Callable[[], None] | None = None
     tenant: Tenant
     shaping: FairStage
@@ -244,6 +247,8 @@ class HttpExchange:
         if length is not None and length > limit:
             raise too_large(limit)
         await self.body.read(limit, length)
+        if self.keep is not None:
+            self.keep(self.body.data)
         return self.body
 
     @contextmanager

@@ -63,6 +63,15 @@ async def answer(exchange: HttpExchange) -> None:
         await exchange.respond(200, str(TABLES[-1].num_held).encode())
     elif exchange.path == "/large":
         await exchange.respond(200, bytes(12 << 20) + b"end of it")
+    elif exchange.path == "/kept":
+        async with asyncio.timeout(SOON):
+            with await exchange.read_body(1 << 20) as body:
+                size = len(body.data)
+        if exchange.headers.get(b"let-go"):
+            assert exchange.let_go is not None
+            exchange.let_go()
+        await asyncio.sleep(0.1)
+        await exchange.respond(200, b"%d bytes, %d held" % (size, TABLES[-1].num_held))
     elif exchange.path == "/wait":
         await asyncio.sleep(0.1)
         await exchange.respond(200, b"POST")
@@ -221,6 +230,32 @@ async def test_a_request_of_which_a_repeat_would_act_twice_ends_with_its_gateway
             client.send(b"POST /a HTTP/1.0\r\nhost: here\r\n\r\n")
             await received(client, b"POST")
             await until(lambda: not table.num_held)
+
+
+@pytest.mark.parametrize("head", [b"", b"let-go: yes\r\n"])
+async def test_a_request_that_is_too_large_to_be_stored_as_it_arrives_is_stored_as_a_whole(head: bytes) -> None:
+    """Unless a repeat of it would act twice."""
+    size, where = 100_000, b"content-type: application/json\r\n"
+    request = b"POST /kept HTTP/1.1\r\nhost: here\r\n%b%bcontent-length: %d\r\n\r\n" % (head, where, size)
+    async with serving() as (server, table):
+        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(client, request + b"x" * size)
+            past = None
+            async with asyncio.timeout(SOON):
+                while not head and past is None:
+                    await asyncio.sleep(0)
+                    record = next((each for each in table.records() if not table_has_less(each, size)), None)
+                    past = None if record is None else record.rest(record.base)
+                assert (await received(client, b"held")).endswith(b"100000 bytes, %d held" % (not head))
+                while table.num_held:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+    if past is not None:
+        assert not past.is_known
+        async with serving() as (server, table):
+            with connection() as (ours, client):
+                assert await server.take(past, ours) == "not_begun"
+                assert (await received(client, b"held")).endswith(b"100000 bytes, 1 held")
 
 
 async def test_a_connection_without_a_request_is_idle() -> None:

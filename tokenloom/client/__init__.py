@@ -9,11 +9,11 @@ refuses raise one of :mod:`errors`, which name the field; requests that may succ
 from tokenloom.offline.outputs import Logprob
 from tokenloom.request import errors
 
+from .answer_course import Retries
 from .async_client import AsyncClient, AsyncSession, AsyncStream
 from .options import ChatOptions, Message, Options
 from .pooled import Pooled
 from .results import Chunk, Generation, Model, Output, TimedText, Transcribed, Usage
-from .retries import Retries
 from .sync_client import Client, Session, Stream
 from .tool_calls import ToolCall, ToolCallDelta
 

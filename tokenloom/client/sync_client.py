@@ -12,12 +12,11 @@ from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from . import connection
-from .answer_course import AnswerCourse, NextCall
+from .answer_course import AnswerCourse, NextCall, Retries
 from .client_request import chat_request, check_streamed, prompt_request, transcribe_requests
 from .options import ChatArguments, Message, Prompt, PromptArguments, TurnArguments, takes
 from .pooled import Pooled, PoolInput, classify_request, embed_request, pool_request, read_pooled, score_request
 from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, Transcribed, read_model, read_transcribed
-from .retries import Retries
 from .sync_calls import (
     CANNOT_WRITE,
     CLOSE_SECONDS,

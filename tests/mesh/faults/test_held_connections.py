@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import grpc.aio
 import httpx
 import openai
 import psutil
@@ -22,7 +24,10 @@ import pytest
 from tests.mesh.faults.test_killed_gateways import PARAMETERS, SLOW, STREAMS, TOOL
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.plain_text import PLAIN_TEXT
+from tokenloom.client.relay import GrpcRelay, HttpRelay, serve_grpc
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+from tokenloom.supervisor.certificates import make_certificates
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 MESSAGES: Any = [{"role": "user", "content": "Wake me."}]
 TOOLS: Any = [TOOL]
@@ -105,8 +110,8 @@ async def taken(mesh: Mesh, state: str) -> int:
     return sum(int(float(line.removeprefix(name))) for line in metrics.splitlines() if line.startswith(name))
 
 
-def openai_client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="a key", max_retries=0, timeout=SOON)
+def openai_client(url: str, http: httpx.AsyncClient | None = None) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="a key", max_retries=0, timeout=SOON, http_client=http)
 
 
 def anthropic_client(url: str) -> anthropic.AsyncAnthropic:
@@ -117,9 +122,9 @@ Read = Callable[[str, Callable[[], object]], Awaitable[object]]
 """Asks the gateway with a URL, calls the function when the answer has begun, and returns what the client got."""
 
 
-async def read_chat(url: str, on_begun: Callable[[], object]) -> object:
+async def read_chat(url: str, on_begun: Callable[[], object], http: httpx.AsyncClient | None = None) -> object:
     pieces, ids = [], set()
-    async with openai_client(url) as client:
+    async with openai_client(url, http) as client:
         stream = await client.chat.completions.create(
             model=MODEL,
             messages=MESSAGES,
@@ -486,6 +491,58 @@ async def test_events_that_are_read_of_a_response_in_the_background_go_on(socket
                         gateway.kill()
         assert shown(events) == await read_background(mesh.url, lambda: None)
         assert await taken(mesh, "begun") == 1
+
+
+async def test_tls_and_grpc_of_unmodified_clients_outlive_a_gateway_behind_a_relay(
+    socket_dir: Path, tmp_path: Path
+) -> None:
+    """A stub as it is generated gets the rest from another gateway, and OpenAI's client on its own connection."""
+    make_certificates(tmp_path, days=30)
+    async with held_mesh(socket_dir) as mesh:
+        address = f"unix:{socket_dir}/relay"
+        async with victim(mesh, socket_dir) as gateway, contextlib.AsyncExitStack() as opened:
+            grpc_relay = GrpcRelay([f"unix:{socket_dir}/victim", mesh.address("gateway-0")])
+            opened.push_async_callback(grpc_relay.close)
+            server = await serve_grpc(grpc_relay, address, None)
+            opened.push_async_callback(server.stop, None)
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(tmp_path / "gateway.crt", tmp_path / "gateway.key")
+            https = await HttpRelay([("127.0.0.1", gateway.port)], tls).serve("127.0.0.1", 0)
+            opened.callback(https.close)
+            begun = dict.fromkeys(("grpc", "https"), False)
+
+            def begin(name: str) -> None:
+                begun[name] = True
+                if all(begun.values()):
+                    gateway.kill()
+
+            trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+            trusted.check_hostname = False
+            url = f"https://127.0.0.1:{https.sockets[0].getsockname()[1]}"
+            http = await opened.enter_async_context(httpx.AsyncClient(verify=trusted, timeout=SOON))
+            async with asyncio.timeout(SOON):
+                answers = await asyncio.gather(
+                    read_stub(address, partial(begin, "grpc")), read_chat(url, partial(begin, "https"), http)
+                )
+        direct = read_stub(mesh.address("gateway-0"), lambda: None), read_chat(mesh.url, lambda: None)
+        assert answers == await asyncio.gather(*direct)
+        assert (grpc_relay.num_continued, await taken(mesh, "begun")) == (1, 1)
+        await mesh.until_idle()
+
+
+async def read_stub(address: str, on_begun: Callable[[], object]) -> object:
+    """By a stub of gRPC as it is generated."""
+    sampling = types_pb2.SamplingParams(max_tokens=TOKENS, seed=11)
+    request = inference_pb2.GenerateRequest(text="Once", sampling_params=sampling, ignore_eos=True, n=2)
+    texts, counts = ["", ""], [0, 0]
+    async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
+        async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+            texts[response.index] += response.text
+            counts[response.index] += len(response.token_ids)
+            if min(counts) == 5:
+                on_begun()
+    assert counts == [TOKENS, TOKENS]
+    return texts
 
 
 async def test_a_client_that_leaves_meanwhile_ends_its_request(socket_dir: Path) -> None:

@@ -1,4 +1,5 @@
-"""``tokenloom ps``, ``top`` and ``stop``: list, watch and end the meshes that ``tokenloom serve`` keeps up here."""
+"""``tokenloom ps``, ``top`` and ``stop``: list, watch and end the meshes that ``tokenloom serve`` keeps up here;
+``tokenloom relay`` stands before their gateways."""
 
 import contextlib
 import json
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -169,3 +171,63 @@ def _wait(meshes: list[MeshRecord], timeout: float) -> None:
             ports = ", ".join(str(mesh.port) for mesh in left)
             raise CommandFailed(f"the mesh on port {ports} still has live requests; add --kill to end it now")
         time.sleep(_POLL_SECONDS)
+
+
+def relay(
+    grpc_listen: Annotated[str, typer.Option(help="Where clients of gRPC connect: HOST:PORT or unix:/PATH.")] = "",
+    grpc_gateways: Annotated[str, typer.Option(help="Addresses of gateways for gRPC, separated by commas.")] = "",
+    https_listen: Annotated[str, typer.Option(help="Where clients of HTTPS connect: HOST:PORT.")] = "",
+    http_gateways: Annotated[
+        str, typer.Option(help="HOST:PORT of gateways for HTTP in plain text, separated by commas.")
+    ] = "",
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate for clients.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other machines reach --grpc-listen without a certificate.")
+    ] = False,
+) -> None:
+    """End gRPC and TLS of clients in a process that outlives gateways: answers go on when a gateway is killed."""
+    # Imported here: gRPC would slow the start of the other commands.
+    from tokenloom.client.relay import run_relays
+    from tokenloom.services.runtime import addresses
+    from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+    from tokenloom.services.runtime.peers.tls import PublicTLS
+
+    pairs = (("--grpc-listen", grpc_listen, grpc_gateways), ("--https-listen", https_listen, http_gateways))
+    if not (grpc_listen or https_listen) or any(bool(listen) != bool(gateways) for _, listen, gateways in pairs):
+        raise typer.BadParameter(
+            "--grpc-listen needs --grpc-gateways, --https-listen needs --http-gateways; give one pair"
+        )
+    if (tls_cert is None) != (tls_key is None) or (https_listen and tls_cert is None):
+        raise typer.BadParameter("--tls-cert and --tls-key belong together, and --https-listen needs both")
+    with reported():
+        tls = None
+        if tls_cert is not None and tls_key is not None:
+            tls = PublicTLS(CertificateFiles(None, tls_cert, tls_key))
+        for field, listen, _ in pairs:
+            if listen:
+                is_closed = insecure or tls is not None
+                addresses.check_closed(addresses.parse(listen, field=field), insecure=is_closed, field=field)
+        run_relays(
+            (grpc_listen, grpc_gateways.split(",")),
+            (_host_and_port(https_listen, "--https-listen"), _http_gateways(http_gateways)),
+            None if tls is None else tls.server_credentials(),
+            None if tls is None else tls.server_context(),
+            lambda: typer.echo("relaying to gateways; Ctrl-C ends it"),
+        )
+
+
+def _http_gateways(listed: str) -> list[tuple[str, int]]:
+    """Return host and port of each gateway of a list. Raises ``InvalidArgument``."""
+    return [_host_and_port(each, "--http-gateways") for each in listed.split(",") if each]
+
+
+def _host_and_port(text: str, field: str) -> tuple[str, int]:
+    """Return what an address says; an empty host for an empty one. Raises ``InvalidArgument``."""
+    from tokenloom.request.errors import InvalidArgument
+    from tokenloom.services.runtime import addresses
+
+    address = addresses.parse(text, field=field) if text else addresses.Address()
+    if address.path:
+        raise InvalidArgument(f"{field}: connections of unix sockets are not held; give HOST:PORT", field)
+    return address.host, address.port

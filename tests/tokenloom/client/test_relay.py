@@ -1,0 +1,271 @@
+"""Clients of a relay do not notice that a gateway is lost: stubs as they are generated, and connections in TLS."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+
+from tests.services.gateway.fakes import FakeMesh as RealGateway
+from tokenloom.client import relay
+from tokenloom.client.relay import GrpcRelay, HttpRelay, serve_grpc
+from tokenloom.supervisor.certificates import make_certificates
+from tokenloom.v1 import inference_pb2 as pb
+from tokenloom.v1 import inference_pb2_grpc, types_pb2
+
+from .fake_gateway import TEXT, FakeGateway, FakeMesh
+
+LIMIT = 30.0
+
+
+@asynccontextmanager
+async def relayed(directory: Path, *gateways: str) -> AsyncIterator[tuple[Any, GrpcRelay]]:
+    """A stub as a client makes it, and the relay that it is connected to."""
+    address = f"unix:{directory}/relay"
+    grpc_relay = GrpcRelay(gateways)
+    server = await serve_grpc(grpc_relay, address, None)
+    try:
+        async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
+            yield inference_pb2_grpc.InferenceStub(channel), grpc_relay
+    finally:
+        await server.stop(None)
+        await grpc_relay.close()
+
+
+def text_of(responses: list[pb.GenerateResponse], index: int = 0) -> str:
+    return "".join(response.text for response in responses if response.index == index)
+
+
+async def test_an_answer_goes_on_at_the_next_gateway(socket_dir: Path) -> None:
+    """Each token once, also of several outputs."""
+    mesh = FakeMesh()
+    async with (
+        asyncio.timeout(LIMIT),
+        FakeGateway(mesh, socket_dir / "a", stops_at=5) as first,
+        FakeGateway(mesh, socket_dir / "b") as second,
+        relayed(socket_dir, first.address, second.address) as (stub, grpc_relay),
+    ):
+        call = aiter(stub.Generate(pb.GenerateRequest(text="a", n=2), timeout=LIMIT))
+        responses = [await anext(call) for _ in range(5)]
+        await first.cut()
+        responses += [response async for response in call]
+        assert (text_of(responses), text_of(responses, 1)) == (TEXT, TEXT)
+        assert mesh.calls == ["Generate request-0", "Resume request-0"]
+        assert grpc_relay.num_continued == 1
+
+
+async def test_an_answer_that_no_gateway_knows_any_more_ends_with_that_error(socket_dir: Path) -> None:
+    mesh = FakeMesh()
+    async with (
+        asyncio.timeout(LIMIT),
+        FakeGateway(mesh, socket_dir / "a", stops_at=5) as first,
+        FakeGateway(mesh, socket_dir / "b") as second,
+        relayed(socket_dir, first.address, second.address) as (stub, _),
+    ):
+        call = aiter(stub.Generate(pb.GenerateRequest(text="a")))
+        responses = [await anext(call) for _ in range(5)]
+        mesh.kept.clear()
+        await first.cut()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            [response async for response in call]
+        assert (failed.value.code(), failed.value.details()) == (
+            grpc.StatusCode.NOT_FOUND,
+            "The request is not known.",
+        )
+        assert text_of(responses) == TEXT[:5]
+
+
+async def test_a_client_that_leaves_ends_its_answer(socket_dir: Path) -> None:
+    mesh, ended = FakeMesh(), asyncio.Event()
+
+    class Gateway(FakeGateway):
+        async def Cancel(self, request: pb.InferenceCancelRequest, context: Any) -> pb.InferenceCancelResponse:
+            assert request.request_id == "request-0"
+            ended.set()
+            return pb.InferenceCancelResponse()
+
+    async with (
+        asyncio.timeout(LIMIT),
+        Gateway(mesh, socket_dir / "a", stops_at=3) as gateway,
+        relayed(socket_dir, gateway.address) as (stub, _),
+    ):
+        call = stub.Generate(pb.GenerateRequest(text="a"))
+        await call.read()
+        call.cancel()
+        await ended.wait()
+
+
+async def test_calls_come_through_as_they_are(socket_dir: Path) -> None:
+    """Results, and errors with their details."""
+    async with (
+        RealGateway(socket_dir).gateway() as mesh,
+        relayed(socket_dir, mesh.grpc_address) as (stub, _),
+        mesh.inference() as direct,
+    ):
+        for each in (direct, stub):
+            assert (await each.ListModels(pb.ListModelsRequest())).models
+        wrong = pb.GenerateRequest(text="a", sampling_params=types_pb2.SamplingParams(temperature=-1))
+        assert await _failure(stub.Generate(wrong)) == await _failure(direct.Generate(wrong))
+        assert await _failure(stub.Embed(pb.EmbedRequest())) == await _failure(direct.Embed(pb.EmbedRequest()))
+
+
+async def test_what_a_client_sends_that_resumes_by_itself_comes_through(socket_dir: Path) -> None:
+    class Gateway(FakeGateway):
+        async def GenerateSession(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+            async for request in requests:
+                await context.write(pb.GenerateResponse(text=request.text))
+
+    mesh = FakeMesh()
+    async with (
+        asyncio.timeout(LIMIT),
+        Gateway(mesh, socket_dir / "a") as gateway,
+        relayed(socket_dir, gateway.address) as (stub, _),
+    ):
+        call = stub.Generate(pb.GenerateRequest(text="a"), metadata=(("idempotency-key", "its own"),))
+        assert text_of([response async for response in call]) == TEXT
+        assert mesh.by_key == {"its own": "request-0"}
+        session = stub.GenerateSession()
+        for text in ("one", "two"):
+            await session.write(pb.GenerateRequest(text=text))
+            assert (await session.read()).text == text
+        await session.done_writing()
+        assert await session.read() is grpc.aio.EOF
+
+
+async def _failure(call: Any) -> tuple[Any, ...]:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        [response async for response in call]
+    error = failed.value
+    return error.code(), error.details(), dict(error.trailing_metadata() or ())
+
+
+async def test_a_call_that_changes_nothing_is_made_again(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_WAIT_SECONDS", 0.0)
+
+    class Gateway(FakeGateway):
+        async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+            if self.lost:
+                self.stopped.set()
+                await asyncio.Event().wait()
+            return pb.ListModelsResponse(models=[pb.Model(name="a model")])
+
+        lost = False
+
+    async with (
+        asyncio.timeout(LIMIT),
+        Gateway(FakeMesh(), socket_dir / "a") as first,
+        Gateway(FakeMesh(), socket_dir / "b") as second,
+        relayed(socket_dir, first.address, second.address) as (stub, grpc_relay),
+    ):
+        first.lost = True
+        asked = asyncio.ensure_future(_models(stub))
+        await first.stopped.wait()
+        await first.cut()
+        assert await asked == ["a model"]
+        assert grpc_relay.num_continued == 1
+
+
+async def _models(stub: Any) -> list[str]:
+    return [model.name for model in (await stub.ListModels(pb.ListModelsRequest())).models]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder, days=30)
+    return folder
+
+
+@asynccontextmanager
+async def https(certificates: Path, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection through a relay to a port of this machine."""
+    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ours.load_cert_chain(certificates / "gateway.crt", certificates / "gateway.key")
+    theirs = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+    theirs.check_hostname = False
+    server = await HttpRelay([("127.0.0.1", port)], ours).serve("127.0.0.1", 0)
+    address = server.sockets[0].getsockname()
+    reader, writer = await asyncio.open_connection(*address, ssl=theirs, server_hostname="")
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        server.close()
+
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[object]]
+
+
+@asynccontextmanager
+async def behind(answer: Answer, port: int = 0) -> AsyncIterator[int]:
+    """The port of what a relay connects to. All its connections have ended at the end."""
+    live: set[asyncio.Task[Any]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        live.add(task := cast("asyncio.Task[Any]", asyncio.current_task()))
+        try:
+            await answer(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            live.discard(task)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
+        yield server.sockets[0].getsockname()[1]
+        while live:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+
+
+async def test_bytes_come_through_in_both_directions_however_slowly_they_are_read(certificates: Path) -> None:
+    sent = bytes(range(256)) * (16 << 10)
+    async with asyncio.timeout(LIMIT), behind(echo) as port, https(certificates, port) as (reader, writer):
+        writer.write(sent)
+        await asyncio.sleep(0)
+        assert await reader.readexactly(len(sent)) == sent
+
+
+async def test_a_connection_waits_for_a_gateway_that_starts(certificates: Path) -> None:
+    async with asyncio.timeout(LIMIT):
+        async with behind(echo) as port:
+            pass
+        async with https(certificates, port) as (reader, writer):
+            writer.write(b"wait")
+            async with behind(echo, port):
+                assert await reader.readexactly(4) == b"wait"
+                writer.close()
+
+
+async def test_a_client_that_leaves_ends_its_connection_to_the_gateway(certificates: Path) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        assert not await reader.read()
+        ended.set()
+
+    async with asyncio.timeout(LIMIT), behind(wait) as port, https(certificates, port) as (_, writer):
+        await begun.wait()
+        writer.transport.abort()
+        await ended.wait()
+
+
+async def test_the_end_of_a_gateways_connection_is_that_of_the_clients(certificates: Path) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"all of it" * 10_000)
+
+    async with asyncio.timeout(LIMIT), behind(say) as port, https(certificates, port) as (reader, _):
+        assert await reader.read() == b"all of it" * 10_000

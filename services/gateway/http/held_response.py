@@ -5,7 +5,6 @@ it, and the kernel says how many of the bytes it has taken.
 """
 
 import asyncio
-import os
 from typing import Any, Protocol
 
 from .client_flow import ClientFlow
@@ -42,6 +41,7 @@ from .held_table import (
     HeldTable,
     PastResponse,
     bytes_since,
+    last_bytes,
     word_since,
 )
 
@@ -102,6 +102,8 @@ class HeldResponse:
         "_is_closed",
         "_is_free",
         "_is_stored",
+        "_large",
+        "_large_end",
         "_memory",
         "_pack",
         "_ring",
@@ -144,6 +146,8 @@ class HeldResponse:
         self._entries: list[int] = []
         self._pack = BANKS[0].pack_into
         self._is_stored = True
+        self._large = -1  # the file of the last large piece, and where that ends in the response
+        self._large_end = 0
         self._is_closed = self._is_free = False
         self._at = self._end = 0  # where the next piece begins, and the ring ends; 0: a bank is stored for the next one
         self.flow, self._transport = flow, flow.transport
@@ -195,20 +199,37 @@ class HeldResponse:
         size = len(data)
         # The body of a large whole answer follows its head, in pieces that are not stored.
         is_bare = not self._state & BEGUN and data.endswith(_BARE) and _IS_CHUNKED not in data
-        self._is_stored = self._is_stored and size <= MOST_AT_ONCE and not is_bare
-        if self._is_stored and not self._is_closed:
-            self._settle()
-            at = self._total % RING_BYTES
-            ring, fits = self._ring, min(size, RING_BYTES - at)
-            self._memory[ring + at : ring + at + fits] = data[:fits]
-            self._memory[ring : ring + size - fits] = data[fits:]
+        if self._is_closed or not self._is_stored:
+            self._write(data)
+            return
+        self._settle()
+        before, self._is_stored = self._large, not is_bare and (size <= MOST_AT_ONCE or self._store_large(data))
+        if self._is_stored:
+            if size <= MOST_AT_ONCE:
+                at = self._total % RING_BYTES
+                ring, fits = self._ring, min(size, RING_BYTES - at)
+                self._memory[ring + at : ring + at + fits] = data[:fits]
+                self._memory[ring : ring + size - fits] = data[fits:]
             self._total += size
             if not self._state & BEGUN:
                 self._state |= BEGUN | CHUNKED if _IS_CHUNKED in data else BEGUN
             elif self._state & CHUNKED and data.endswith(_LAST_CHUNK):
                 self._state |= ENDED
             self._store()
+            if self._large != before >= 0:
+                self._table.close_file(before)
         self._write(data)
+
+    def _store_large(self, data: bytes) -> bool:
+        """Store a piece that is too large for the ring in a file, with those bytes before it that the kernel has not
+        taken. Return whether there was room; the file counts with the next bank."""
+        num_left = self._transport.get_write_buffer_size()
+        ring = self._memory[self._ring : self._ring + RING_BYTES]
+        before = last_bytes(ring, self._total, self._large, self._large_end) if num_left else b""
+        file = self._table.open_file(before[-num_left:] + data if num_left else data)
+        if file is not None:
+            self._large, self._large_end = file, self._total + len(data)
+        return file is not None
 
     def name(self, request_id: str, entries: list[int]) -> None:
         """Store the id of the request, and a word for each output: see :attr:`OutputEntry.word`."""
@@ -298,10 +319,10 @@ class HeldResponse:
         self._is_free = True
         if self._state & ARRIVED:
             self._table.end_arrival()
-        file, size = self._fixed[4], self._fixed[2]
-        self._table.free(self._slot, 0 if file < 0 else size)
-        if file >= 0:
-            os.close(file)
+        self._table.free(self._slot)
+        for file in (self._fixed[4], self._large):
+            if file >= 0:
+                self._table.close_file(file)
 
     def _store_fixed(self, request_id: str) -> None:
         number = 0 if self.past is None else self.past.number
@@ -318,7 +339,8 @@ class HeldResponse:
     def _store(self) -> None:
         """Let what was stored count."""
         commit = self._commit = self._commit + 1
-        self._pack(self._memory, self._banks[commit & 1], self._total, self._state, *self._entries)
+        fields = self._total, self._state, self._large + 1, self._large_end
+        self._pack(self._memory, self._banks[commit & 1], *fields, *self._entries)
         self._words[self._commit_at] = commit  # one aligned word: a process that is killed has stored it, or not
         self._words[self._since_at] = self._since = commit & 3
         if self._is_stored and self._state & CHUNKED and len(self._entries) == 1 and self._entries[0] & 1:

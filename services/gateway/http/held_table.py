@@ -21,7 +21,7 @@ MAX_HELD = 1024
 MOST_BUFFERED = 16 << 10
 """A response waits for its client while this process has more bytes of it that the kernel has not taken."""
 MOST_AT_ONCE = 16 << 10
-"""Bytes of a piece of a response. A larger piece is not stored, nor is what follows it."""
+"""Bytes of a piece of a response in the ring. A larger piece is stored in a file in memory of its own."""
 RING_BYTES = MOST_BUFFERED + 2 * MOST_AT_ONCE
 """What was written last. A piece that was stored in part, when the gateway was killed, takes the place of the oldest
 bytes; what the kernel has not taken is among the others."""
@@ -29,9 +29,9 @@ MOST_LEFT = RING_BYTES - MOST_AT_ONCE
 REQUEST_BYTES = 14 << 10
 """A larger request is stored in a file in memory of its own."""
 MOST_REQUEST_BYTES = 1 << 20
-"""The response to a larger request is not held."""
+"""The response to a larger request is not held; nor is what follows a larger piece of a response, and the piece."""
 MOST_FILE_BYTES = 64 << 20
-"""Of all requests in files of their own."""
+"""Of all requests and pieces in files of their own."""
 MOST_OUTPUTS = 64
 
 BEGUN, CHUNKED, NAMED, SHAPED, ENDED, FOLLOWED, ARRIVED = 1, 2, 4, 8, 16, 32, 64
@@ -45,10 +45,11 @@ FIXED = struct.Struct("@QQQiiII40sI")
 of the first event that is stored here."""
 FixedFields = tuple[int, int, int, int, int]
 """Cookie, base, bytes of the request, descriptor, file of the request or -1: they stay until the slot is free."""
-BANKS = [struct.Struct(f"@{2 + count}Q") for count in range(MOST_OUTPUTS + 1)]
-"""Length and state of the response, and a word for each output. There are two banks; the number that is stored last is
-odd if the second one counts."""
-FIXED_AT, GIVEN_AT, FOLLOWED_AT, SINCE_AT, BANKS_AT, BANK_BYTES = 8, 104, 112, 120, 128, 16 + 8 * MOST_OUTPUTS
+BANKS = [struct.Struct(f"@{4 + count}Q") for count in range(MOST_OUTPUTS + 1)]
+"""Length and state of the response, the descriptor of the file of its last large piece, plus 1, and where that ends (0,
+0: there is none), and a word for each output. There are two banks; the number that is stored last is odd if the second
+one counts."""
+FIXED_AT, GIVEN_AT, FOLLOWED_AT, SINCE_AT, BANKS_AT, BANK_BYTES = 8, 104, 112, 120, 128, 32 + 8 * MOST_OUTPUTS
 SINCE_BYTES, SINCE_TOKENS, SINCE_CHARS = 2, 18, 38
 """Where they begin in the word of what was added to a response of one output since a bank was stored: bytes, tokens and
 characters. Its lowest bits are those of the bank's number: where they are not, nothing was added to that bank."""
@@ -205,6 +206,11 @@ class HeldTable:
         return self._num_slots - len(self._free)
 
     @property
+    def file_bytes(self) -> int:
+        """Of requests and pieces that have files of their own."""
+        return self._file_bytes
+
+    @property
     def port(self) -> int:
         return self._idle[0]
 
@@ -250,26 +256,39 @@ class HeldTable:
     def take(self, connection: socket.socket, request: bytes) -> tuple[int, FixedFields] | None:
         """Store a request in a free slot, which :meth:`free` gives back; None where it is too large, or the connection
         is none whose bytes the kernel counts."""
-        file_bytes = len(request) if len(request) > REQUEST_BYTES else 0
-        if len(request) > MOST_REQUEST_BYTES or self._file_bytes + file_bytes > MOST_FILE_BYTES:
-            return None
         try:
             descriptor, cookie, base = connection.fileno(), cookie_of(connection), num_taken(connection)
-            file = _file_of(request) if file_bytes else -1
-        except OSError:  # a unix socket, or no memory or descriptor is left for a file
+        except OSError:  # a unix socket
+            return None
+        file = self.open_file(request) if len(request) > REQUEST_BYTES else -1
+        if file is None:
             return None
         slot = self._free.pop()
-        self._file_bytes += file_bytes
-        if not file_bytes:
+        if file < 0:
             start = slot * SLOT_BYTES + REQUEST_AT
             self.memory[start : start + len(request)] = request
         return slot, (cookie, base, len(request), descriptor, file)
 
-    def free(self, slot: int, file_bytes: int) -> None:
-        """Give a slot back. ``file_bytes``: of the request, if it has a file of its own."""
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
         self.words[slot * SLOT_BYTES // 8] = 0
-        self._file_bytes -= file_bytes
         self._free.append(slot)
+
+    def open_file(self, data: bytes) -> int | None:
+        """Return the descriptor of a file in memory, which :meth:`close_file` closes; None where there is no room."""
+        if len(data) > MOST_REQUEST_BYTES or self._file_bytes + len(data) > MOST_FILE_BYTES:
+            return None
+        try:
+            file = _file_of(data)
+        except OSError:  # no memory or descriptor is left
+            return None
+        self._file_bytes += len(data)
+        return file
+
+    def close_file(self, file: int) -> None:
+        """Close a file that :meth:`open_file` has opened."""
+        self._file_bytes -= os.fstat(file).st_size
+        os.close(file)
 
     def records(self) -> Iterator[HeldRecord]:
         """Yield the responses that no one was given, once the gateway has ended."""
@@ -287,7 +306,7 @@ class HeldTable:
         fixed = FIXED.unpack_from(memory, at + FIXED_AT)
         cookie, base, length, descriptor, file, created, num_outputs, name, number = fixed
         bank = BANKS[num_outputs].unpack_from(memory, at + BANKS_AT + (commit & 1) * BANK_BYTES)
-        total, state, *entries = bank
+        total, state, large, large_end, *entries = bank
         since = self.words[(at + SINCE_AT) // 8]
         if since & 3 == commit & 3 and since > 3:
             total, entries[0] = total + bytes_since(since), word_since(entries[0], since)
@@ -295,9 +314,7 @@ class HeldTable:
         if followed == BEHIND or (followed == STORED_BEHIND and state & BEGUN):
             state |= FOLLOWED
         request = memory[at + REQUEST_AT : at + REQUEST_AT + length] if file < 0 else os.pread(file, length, 0)
-        ring = memory[at + RING_AT : at + SLOT_BYTES]
-        end = total % RING_BYTES
-        last = ring[:total] if total < RING_BYTES else ring[end:] + ring[:end]
+        last = last_bytes(memory[at + RING_AT : at + SLOT_BYTES], total, large - 1, large_end)
         is_named = bool(state & NAMED)
         past = PastResponse(
             request,
@@ -307,13 +324,22 @@ class HeldTable:
             entries=tuple(map(OutputEntry.of, entries)) if is_named else (),
             number=number,
         )
-        return HeldRecord(slot, descriptor, cookie, base, total, last[-MOST_LEFT:], past)
+        return HeldRecord(slot, descriptor, cookie, base, total, last, past)
+
+
+def last_bytes(ring: bytes, total: int, large: int, large_end: int) -> bytes:
+    """Return the bytes that are stored of a response, up to the last one. ``large``: the file of its last large piece,
+    which ends at ``large_end``; -1: none."""
+    end, num_behind = total % RING_BYTES, total - large_end
+    last = ring[:total] if total < RING_BYTES else ring[end:] + ring[:end]
+    if large < 0 or num_behind >= MOST_LEFT:
+        return last[-MOST_LEFT:]
+    return os.pread(large, os.fstat(large).st_size, 0) + last[len(last) - num_behind :]
 
 
 def _next_number(data: bytes, first: int) -> int:
     """Return the number of the event behind some bytes of a response. ``first``: that of the first event in them."""
-    # The numbers stand in the bytes, so that a token costs nothing more: an event is at most as large as a piece, and
-    # more than a piece is stored.
+    # The numbers stand in the bytes, so that a token costs nothing more: the last piece that has one is stored whole.
     *_, last = (None, *_NUMBERED.finditer(data))
     return first if last is None else int(last[1]) + 1
 

@@ -21,6 +21,8 @@ from tokenloom.services.gateway.http.held_table import (
     CHUNKED,
     FOLLOWED,
     MOST_AT_ONCE,
+    MOST_FILE_BYTES,
+    MOST_REQUEST_BYTES,
     NAMED,
     RING_BYTES,
     HeldRecord,
@@ -222,11 +224,63 @@ async def test_bytes_that_are_not_stored_end_what_can_be_continued() -> None:
     async with connected() as connection:
         connection.begin(table)
         connection.flow.transport.write(HEAD)
-        connection.flow.transport.write(b"x" * (MOST_AT_ONCE + 1))
+        connection.flow.transport.write(b"x" * (MOST_REQUEST_BYTES + 1))
         connection.flow.transport.write(b"y")
         record = only(table.records())
         assert record.missing(record.base + len(HEAD)) == b""
         assert record.missing(num_taken(record.descriptor)) is None
+
+
+async def test_large_pieces_are_stored_with_what_the_kernel_has_not_taken_before_them() -> None:
+    table, rng = HeldTable(1), random.Random(5)
+    async with connected() as connection:
+        held = connection.begin(table)
+        connection.flow.transport.write(written := HEAD)
+
+        def num_left_after(size: int) -> int:
+            nonlocal written
+            connection.flow.transport.write(piece := rng.randbytes(size))
+            written += piece
+            record, num_left = only(table.records()), connection.transport.get_write_buffer_size()
+            assert record.total == len(written)
+            assert record.missing(record.base + len(written) - num_left) == written[len(written) - num_left :]
+            return num_left
+
+        for size in (9, MOST_AT_ONCE + 1, MOST_AT_ONCE, 9 * MOST_AT_ONCE):
+            num_left_after(size)
+        while not num_left_after(9 * MOST_AT_ONCE):  # the client reads nothing
+            pass
+        for size in (40, MOST_AT_ONCE + 1, 40, 9 * MOST_AT_ONCE):
+            assert num_left_after(size) > size, "the kernel takes bytes"
+        connection.flow.transport.write(END)
+        held.close()
+        connection.transport.abort()
+        await until_free(table)
+        assert table.file_bytes == 0
+
+
+async def until_free(table: HeldTable) -> None:
+    async with asyncio.timeout(SOON):
+        while table.num_held:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_there_is_room_for_so_many_bytes_in_files() -> None:
+    table = HeldTable(1)
+    async with connected() as connection:
+        connection.begin(table)
+        files = [table.open_file(bytes(MOST_REQUEST_BYTES)) for _ in range(MOST_FILE_BYTES // MOST_REQUEST_BYTES)]
+        assert None not in files
+        assert table.open_file(b"x") is None
+        connection.flow.transport.write(HEAD)
+        connection.flow.transport.write(bytes(MOST_AT_ONCE + 1))
+        assert only(table.records()).total == len(HEAD)
+        for file in files:
+            assert file is not None
+            table.close_file(file)
+        again = table.open_file(b"x")
+        assert again is not None
+        table.close_file(again)
 
 
 class Stores:
@@ -275,7 +329,7 @@ async def test_bytes_and_positions_fit_together_after_each_store(seed: int) -> N
         allowed = [(0, OutputEntry()), (len(HEAD), OutputEntry())]
         connection.flow.transport.write(piece)
         written += piece
-        while len(written) < 3 * RING_BYTES:
+        while num_looks <= 400 or len(written) < 3 * RING_BYTES:
             kind = rng.choice(("put", "put", "put", "put", "skip", "advance", "beat"))
             before = OutputEntry(has_event, False, tokens, chars)
             new_tokens, new_chars = rng.choice((1, 1, 1, 3, 127, 128, 900)), rng.choice((0, 4, 4, 4, 127, 128, 900))
@@ -285,7 +339,7 @@ async def test_bytes_and_positions_fit_together_after_each_store(seed: int) -> N
                 tokens, chars = tokens + new_tokens, chars + new_chars
                 # Of what is written next.
                 kind, new_tokens, new_chars = "put", 1, 2
-            body = b"e" * rng.choice((1, 150, 150, 150, 3000))
+            body = b"e" * rng.choice((1, 150, 150, 150, 3000, 3000, 20_000))
             if kind == "beat":
                 new_tokens = new_chars = 0
             tokens, chars = tokens + new_tokens, chars + new_chars
@@ -301,7 +355,6 @@ async def test_bytes_and_positions_fit_together_after_each_store(seed: int) -> N
             written += piece
             record = only(table.records())
             assert (record.total, record.past.entries[0]) == allowed[-1]
-        assert num_looks > 400
         held.close()
         held.put(b"late", 1, 4)  # of a stream that has not noticed its end
         connection.begin(table)

@@ -493,7 +493,7 @@ class GenerationEndpoint:
             digest = fingerprint(exchange.path, body.data)
             options, token = read_claim(headers, digest, request, options, self.api.event_ids)
         elif is_plain and exchange.hold is not None:
-            options, token = _hold(exchange, body.data, request, options)
+            options, token = hold_answer(exchange, body.data, request, options)
         # After the fingerprint, which is made of the bytes of the body. They must not live as long as the answer; after
         # an error, the application drops them.
         body.close()
@@ -527,11 +527,11 @@ class GenerationEndpoint:
         return (*load, (IGNORED_HEADER, listed(options.ignored))) if options.ignored else load
 
 
-def _hold(
+def hold_answer(
     exchange: HttpExchange, body: bytes | bytearray, request: GenerateRequest, options: AnswerOptions
 ) -> tuple[AnswerOptions, ResumeToken]:
     """Let another gateway continue the answer from now on, if that can be, and continue that of another one. The client
-    takes part in neither."""
+    takes part in neither. Call it while ``exchange.hold`` is there."""
     assert exchange.hold is not None
     past = exchange.past
     if past is None and num_outputs_of(request) > MAX_OUTPUTS:

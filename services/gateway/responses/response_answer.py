@@ -94,7 +94,7 @@ class Previous(msgspec.Struct):
 
 
 class Recipe(msgspec.Struct):
-    """What another gateway needs to shape a response in the background, in JSON.
+    """What another gateway needs to shape a response in the background, or one that continues another, in JSON.
 
     Attributes:
         body: Of the client's request.

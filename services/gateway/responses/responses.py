@@ -137,6 +137,8 @@ class ResponsesApi:
     """The MCP servers that the operator names; None: none."""
     uploads: "Callable[[str], FindStored] | None" = None
     """Returns what finds the uploaded files of a tenant; None: the gateway keeps none."""
+    is_held: bool = False
+    """Whether other gateways continue the responses of this one."""
     event_ids = IdKind.NUMBER
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
@@ -166,7 +168,8 @@ class ResponsesApi:
         )
         if isinstance(generate_request.prompts, Chat) and generate_request.prompts.media:
             generate_request = _with_files(generate_request, images, is_kept=self.store.is_on)
-        elif request.is_background and not hosted:  # a second run of the tools might have effects
+        elif not hosted and (request.is_background or (self.is_held and _continues(fields))):
+            # Not with tools: a second run of them might have effects.
             request = replace(request, recipe=self._recipe(body, fields, request))
         return generate_request, replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
@@ -308,6 +311,11 @@ def _with_files(request: GenerateRequest, files: "Mapping[bytes, AnyFile]", *, i
     assert isinstance(request.prompts, Chat)
     chat = replace(request.prompts, media=with_files(request.prompts.media, files))
     return replace(request, prompts=chat, keeps_files=is_kept)
+
+
+def _continues(fields: ResponsesRequest) -> bool:
+    """Return whether a response needs what is stored at this gateway."""
+    return fields.previous_response_id is not None or fields.conversation is not None
 
 
 def _conversation(fields: ResponsesRequest) -> str:

@@ -15,7 +15,7 @@ from tokenloom.v1.output_processor_pb2 import RecallResponse
 
 from ..encoding import sse
 from ..encoding.sse import encode_json
-from ..endpoints.generation_endpoint import REPEAT_SECONDS, GenerationEndpoint, ReadRequest, shaped_again
+from ..endpoints.generation_endpoint import REPEAT_SECONDS, GenerationEndpoint, ReadRequest, hold_answer, shaped_again
 from ..generation.delivered import TextPieces
 from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
@@ -44,7 +44,7 @@ class ResponsesEndpoint:
     """Owns what runs in the background."""
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        held = [await self.endpoint.read(exchange, is_plain=True)]
+        held = [await self._read(exchange)]
         request = held[0][1].request
         assert isinstance(request, ResponseRequest)
         if not request.is_background:
@@ -53,7 +53,8 @@ class ResponsesEndpoint:
                 held = [_let_go(exchange, held.pop())]  # its tools may have effects
                 endpoint = replace(endpoint, generator=self._rounds(run, held))
             elif held[0][2].fingerprint:
-                held = [self._named(held[0])]
+                is_kept = request.recipe is not None and held[0][2].is_held
+                held = [await self._claimed(exchange, held.pop(), request.recipe) if is_kept else self._named(held[0])]
             await endpoint(exchange, held)
             return
         del request  # the client's body must not live as long as a stream
@@ -62,6 +63,26 @@ class ResponsesEndpoint:
             await _follow(exchange, stored.log, 0)
         else:
             await respond(exchange, stored.response)
+
+    async def _read(self, exchange: HttpExchange) -> ReadRequest:
+        """Return what the body asks for. What it continues may be stored at the gateway alone that was killed."""
+        if exchange.hold is None:
+            return await self.endpoint.read(exchange)
+        endpoint = replace(self.endpoint, api=replace(self.api, is_held=True))
+        try:
+            return await endpoint.read(exchange, is_plain=True)
+        except errors.NotFound:
+            past = exchange.past
+            if past is None or not past.request_id:
+                raise
+            recalled = await self.generator.recall(past.request_id, exchange.tenant.name)
+            if not recalled.recipe:
+                raise
+        recipe = await self.endpoint.parser.run(partial(msgspec.json.decode, recalled.recipe, type=Recipe))
+        request, options, _ = await self._read_recipe(recipe, recalled, exchange.tenant, past.request_id)
+        options, token = hold_answer(exchange, exchange.body.data, request, options)
+        exchange.body.close()
+        return request, options, replace(token, recipe=recalled.recipe)
 
     async def _in_background(self, exchange: HttpExchange, held: list[ReadRequest]) -> StoredResponse:
         """Begin a response in the background, unless an earlier call, or another gateway whose client is now this
@@ -151,15 +172,19 @@ class ResponsesEndpoint:
         created = options.created or (response.created if numbered is None else numbered.created)
         return _renamed((*read[:2], token), _PREFIX + token.request_id, created)
 
-    async def _claimed(self, exchange: HttpExchange, read: ReadRequest, recipe: Recipe) -> ReadRequest:
-        """Return a response in the background with what any gateway needs to continue it, unless that is too large."""
+    async def _claimed(self, exchange: HttpExchange, read: ReadRequest, recipe: Recipe | None) -> ReadRequest:
+        """Return a response with what any gateway needs to continue it, unless that is too large."""
+        assert recipe is not None
         request, options, token = self._named(read)
         assert isinstance(options.request, ResponseRequest)
+        recipe.created = options.request.created
         name = options.request.response_id
         if self.store.knows(name, request.tenant.name):  # an earlier call with this key was cancelled, or has failed
             name = f"{name}_{self.generator.draw_id()[:8]}"
         recipe.session, recipe.rank, recipe.response_id = request.session, request.data_parallel_rank, name
         data = await self.endpoint.parser.run(partial(_encoded, recipe))
+        if not data and token.is_held:
+            return request, options, token
         if not data:
             assert isinstance(read[1].request, ResponseRequest)
             return _renamed(read, read[1].request.response_id, recipe.created)

@@ -471,6 +471,27 @@ async def test_a_stream_goes_on_after_each_of_several_kills(socket_dir: Path) ->
 _LONG: dict[str, Any] = {"extra_body": {"seed": 9, "min_tokens": 400}, "max_output_tokens": 400}
 
 
+async def test_a_response_goes_on_that_continues_one_of_the_killed_gateway(socket_dir: Path) -> None:
+    """No other gateway has that one; the response after it is continued where this one ended."""
+    async with held_mesh(socket_dir) as mesh:
+        async with victim(mesh, socket_dir) as gateway, asyncio.timeout(2 * SOON):
+            first = await _first_response(gateway.url)
+            answer = await read_response(gateway.url, gateway.kill, previous_response_id=first)
+        assert await taken(mesh, "begun") == 1
+        again = await _first_response(mesh.url)
+        assert again != first
+        assert answer == await read_response(mesh.url, lambda: None, previous_response_id=again)
+        await mesh.until_idle()
+
+
+async def _first_response(url: str) -> str:
+    async with openai_client(url) as client:
+        response = await client.responses.create(
+            model=MODEL, input="Sleep well.", max_output_tokens=4, extra_body={"seed": 2}
+        )
+    return response.id
+
+
 async def test_events_that_are_read_of_a_response_in_the_background_go_on(socket_dir: Path) -> None:
     """By a call of its own, which begins behind an event that the client has."""
     async with held_mesh(socket_dir) as mesh:

@@ -8,15 +8,20 @@ plain clients have no excuse. Needs root, ``ip``, ``unshare`` and ``nft``.
 
 import argparse
 import asyncio
+import faulthandler
+import gc
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from msgspec.structs import replace
 
@@ -28,6 +33,8 @@ _CAMPAIGN = "kill"
 _RULES = "flush ruleset\ntable inet t {{\n chain c {{\n type filter hook input priority 0;\n {rule}\n }}\n}}\n"
 _RULE = "meta iifname lo meta l4proto tcp numgen random mod 1000 < {share} counter drop"
 _TOOLS = ("ip", "unshare", "nft")
+_TOO_LARGE = 3
+"""Exit status where this process takes more memory than it may."""
 _COUNTS = (
     "faults",
     "requests",
@@ -119,6 +126,27 @@ def _commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def watch_memory(most_bytes: int, log: TextIO, end: Callable[[int], object] = os._exit) -> threading.Thread:
+    """End this process once it takes so much memory, and say with what: a shard once took all of the machine's, and the
+    kernel ended other processes too. ``end``: gets the exit status."""
+
+    def watch() -> None:
+        while (size := _resident_bytes()) <= most_bytes:
+            time.sleep(1.0)
+        kinds = Counter(type(each).__qualname__ for each in gc.get_objects()).most_common(20)
+        print(f"the process takes {size >> 20} MiB, the most are {kinds}; its threads:", file=log, flush=True)
+        faulthandler.dump_traceback(log, all_threads=True)
+        end(_TOO_LARGE)
+
+    thread = threading.Thread(target=watch, name="watch memory", daemon=True)
+    thread.start()
+    return thread
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _run_shard(arguments: argparse.Namespace, shard: int) -> dict[str, Any]:
     options, before = options_of(arguments, shard), _num_lost()
     with open(f"{arguments.results}.{shard}.log", "w", buffering=1) as log:
@@ -145,6 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [shard for shard in range(arguments.first, arguments.first + arguments.shards) if shard not in done]
     if missing:
         _lose(arguments.loss)
+        watch_memory(arguments.most_memory << 20, sys.stderr)
     for shard in missing:
         found = _run_shard(arguments, shard)
         with arguments.results.open("a") as file:
@@ -174,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--step-seconds", type=float, default=0.01)
     made.add_argument("--min-tokens", type=int, default=100)
     made.add_argument("--max-tokens", type=int, default=400)
+    made.add_argument("--most-memory", type=int, default=2048, help="MiB that the clients may take (2048)")
     made.add_argument("--in-namespace", action="store_true", help=argparse.SUPPRESS)
     return made
 

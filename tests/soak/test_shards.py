@@ -33,6 +33,7 @@ def test_only_missing_shards_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     monkeypatch.setattr(shards, "_run_shard", run_shard)
     monkeypatch.setattr(shards, "_lose", lambda _: None)
+    monkeypatch.setattr(shards, "watch_memory", lambda *_: None)
     results = tmp_path / "results"
     results.write_text(json.dumps(shard(1)) + "\n")
     arguments = shards.parser().parse_args(["--results", str(results), "--shards", "3"])
@@ -53,3 +54,12 @@ def test_the_options_of_a_shard(worker: str) -> None:
     options = shards.options_of(arguments, 7)
     assert (options.seed, options.requests, options.hold_connections, options.link_delay) == (7, 50, True, 0.02)
     assert (options.max_failed, options.max_refused, options.bfloat16) == (0, 0, worker == "model")
+
+
+def test_a_process_that_takes_too_much_memory_says_with_what_and_ends(tmp_path: Path) -> None:
+    ended: list[int] = []
+    with (tmp_path / "log").open("w") as log:
+        shards.watch_memory(0, log, ended.append).join(30)
+    assert ended == [3]
+    assert "MiB, the most are [(" in (tmp_path / "log").read_text()
+    assert "most recent call first" in (tmp_path / "log").read_text()

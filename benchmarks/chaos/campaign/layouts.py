@@ -18,7 +18,8 @@ from tokenloom.supervisor.state_dir import mesh_directory
 
 from ..clients.other_calls import ADAPTER_FLAGS, FLAGS
 from ..faults.fault import IMAGES, SOUNDS, SPLIT, WHOLE, Kind
-from ..faults.links import Links, PartLink
+from ..faults.links import Links
+from ..faults.part_link import Link
 from .options import ChaosOptions
 
 DRAIN_SECONDS = 30.0
@@ -68,7 +69,7 @@ class Target:
     """The gateways' HTTP addresses."""
     grpc: list[str]
     """The gateways' gRPC addresses."""
-    links: Mapping[str, PartLink]
+    links: Mapping[str, Link]
     """The link of each part by name; empty: no proxies."""
 
 

@@ -10,7 +10,7 @@ from tokenloom.supervisor.part import SupervisedPart
 
 from . import processes
 from .fault import Action, Fault, Injection, Kind
-from .links import PartLink
+from .part_link import Link
 
 _EFFECT_SECONDS = 2.0
 """Within this time a signal must have taken effect."""
@@ -23,7 +23,7 @@ RETURN_SECONDS = 90.0
 class Injector:
     """Owns the faults of one mesh. ``links``: the link of each part by name, for faults of links."""
 
-    def __init__(self, mesh: Mesh, links: Mapping[str, PartLink]) -> None:
+    def __init__(self, mesh: Mesh, links: Mapping[str, Link]) -> None:
         self.injections: list[Injection] = []
         self._mesh = mesh
         self._links = links
@@ -104,7 +104,7 @@ class Injector:
             end = "" if left else ", which ended meanwhile"
             injection.effect = f"process {injection.pid}{end} ran only where no other one wanted to"
 
-    async def _disturb_link(self, injection: Injection, link: PartLink) -> None:
+    async def _disturb_link(self, injection: Injection, link: Link) -> None:
         action = injection.fault.action
         connections = link.begin(action)
         try:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.chaos.faults import processes
 from benchmarks.chaos.faults.fault import WHOLE, Action, Fault, Injection, Kind
 from benchmarks.chaos.faults.injector import Injector
-from benchmarks.chaos.faults.links import PartLink
+from benchmarks.chaos.faults.part_link import PartLink
 from benchmarks.chaos.faults.proxy import Proxy
 from tokenloom.supervisor.mesh import Mesh
 

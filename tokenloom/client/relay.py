@@ -41,7 +41,6 @@ _CONNECT_SECONDS = 30.0
 """For so long a client of HTTP waits until a gateway accepts its connection: for as long as connections are held."""
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
-_SERVER_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.so_reuseport", 0))
 
 
 class _Gateway(NamedTuple):
@@ -128,8 +127,9 @@ class GrpcRelay(grpc.GenericRpcHandler):
         has_begun, tries = False, 0
         while True:
             gateway = self._gateways.current
-            opened = gateway.channel.stream_stream(method)
-            call: Any = opened(requests if once is None else once, timeout=context.time_remaining(), metadata=metadata)
+            opened: Any = gateway.channel.stream_stream(method)
+            sent = requests if once is None else once
+            call = opened(sent, timeout=context.time_remaining(), metadata=metadata)
             try:
                 async for message in call:
                     if not has_begun:
@@ -157,21 +157,28 @@ def _passed(context: Any) -> Metadata:
 
 
 async def _abort(context: Any, error: errors.TokenloomError) -> None:
-    """End a call with the status that a gateway gave, or with that of an error where none gave one."""
+    """End a call with the status that a gateway gave."""
     failed = error.__cause__
-    if isinstance(failed, CallError) and not was_cut(failed):
+    if isinstance(failed, CallError):
         await _abort_as(context, failed)
     await wire_errors.abort(context, error)
 
 
 async def _abort_as(context: Any, failed: CallError) -> None:
+    if was_cut(failed):  # its text has addresses of the mesh; clients that resume by themselves know it by its code
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "The connection to the gateway was lost; retry.")
     await context.abort(failed.code(), details_of(failed), tuple(failed.trailing_metadata() or ()))
 
 
-async def serve_grpc(relay: GrpcRelay, listen: str, credentials: grpc.ServerCredentials | None) -> grpc.aio.Server:
-    """Return a server that has begun to serve. ``credentials``: None: plain text. Raises ``Unavailable`` where it
-    cannot listen."""
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *_SERVER_OPTIONS])
+async def serve_grpc(
+    relay: GrpcRelay,
+    listen: str,
+    credentials: grpc.ServerCredentials | None = None,
+    options: Sequence[tuple[str, int]] = (),
+) -> grpc.aio.Server:
+    """Return a server that has begun to serve. ``credentials``: None: plain text. ``options``: of gRPC. Raises
+    ``Unavailable`` where it cannot listen."""
+    server = grpc.aio.server(options=[*options, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
     server.add_generic_rpc_handlers((relay,))
     try:
         if credentials is None:
@@ -211,10 +218,10 @@ class _End(asyncio.Protocol):
             self.other.transport.resume_reading()
 
     def eof_received(self) -> bool:
-        transport = None if self.other is None else self.other.transport
-        if transport is None or not transport.can_write_eof():  # TLS ends in both directions at once
+        ends = self.transport, None if self.other is None else self.other.transport
+        if not all(each is not None and each.can_write_eof() for each in ends):  # TLS ends in both directions at once
             return False
-        transport.write_eof()
+        cast(asyncio.Transport, ends[1]).write_eof()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -290,7 +297,7 @@ class _ClientEnd(_End):
 
 
 def run_relays(
-    of_grpc: tuple[str, Sequence[str]],
+    of_grpc: tuple[str, Sequence[str], Sequence[tuple[str, int]]],
     of_http: tuple[tuple[str, int], Sequence[tuple[str, int]]],
     credentials: grpc.ServerCredentials | None,
     context: ssl.SSLContext | None,
@@ -299,8 +306,9 @@ def run_relays(
     """Relay until SIGINT or SIGTERM, and a few seconds more for calls that end by themselves.
 
     Args:
-        of_grpc: Where to listen, and the addresses of gateways; empty: no calls of gRPC are relayed.
-        of_http: The same for HTTP, as hosts and ports.
+        of_grpc: Where to listen, the addresses of gateways, and options of the server; empty: no calls of gRPC are
+            relayed.
+        of_http: Where to listen, and the gateways, as hosts and ports; without gateways HTTP is not relayed.
         credentials, context: Of the certificate; None: clients of gRPC send plain text.
         on_ready: Called once it listens.
 
@@ -310,7 +318,7 @@ def run_relays(
 
 
 async def _run(
-    of_grpc: tuple[str, Sequence[str]],
+    of_grpc: tuple[str, Sequence[str], Sequence[tuple[str, int]]],
     of_http: tuple[tuple[str, int], Sequence[tuple[str, int]]],
     credentials: grpc.ServerCredentials | None,
     context: ssl.SSLContext | None,
@@ -323,7 +331,7 @@ async def _run(
         if of_grpc[0]:
             relay = GrpcRelay(of_grpc[1])
             opened.push_async_callback(relay.close)
-            server = await serve_grpc(relay, of_grpc[0], credentials)
+            server = await serve_grpc(relay, of_grpc[0], credentials, of_grpc[2])
             opened.push_async_callback(server.stop, _GRACE_SECONDS)
         if of_http[1]:
             opened.enter_context(contextlib.closing(await HttpRelay(of_http[1], context).serve(*of_http[0])))

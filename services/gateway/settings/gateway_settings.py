@@ -360,7 +360,7 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         if self.hold_connections is not None and self.public_tls_cert is not None:
             raise ValueError(
                 "--hold-connections cannot be combined with --public-tls-cert: only the process that has made an "
-                "encrypted connection can continue it; let TLS end in a proxy"
+                "encrypted connection can continue it; let TLS end in `tokenloom relay`, or in a proxy"
             )
         if self.hold_connections is not None and parse(self.http_listen).path:
             raise ValueError("--hold-connections needs an --http-listen of TCP, such as 127.0.0.1:8000")

@@ -102,8 +102,8 @@ async def held_mesh(
         yield mesh
 
 
-async def taken(mesh: Mesh, state: str) -> int:
-    """How many connections the mesh's gateway has taken."""
+async def taken(mesh: Mesh | Victim, state: str) -> int:
+    """How many connections the mesh's gateway, or this one, has taken."""
     async with mesh.http() as http:
         metrics = (await http.get("/metrics")).text
     name = f'tokenloom_gateway_taken_responses_total{{state="{state}"}} '
@@ -444,6 +444,9 @@ async def test_a_stream_goes_on_after_each_of_several_kills(socket_dir: Path) ->
         async def restart() -> None:
             gateways[-1].kill()
             gateways.append(await started.enter_async_context(victim(mesh, socket_dir)))
+            # A connection is lost with the gateway that is being given it.
+            while await taken(gateways[-1], "begun") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
         kills: list[asyncio.Task[None]] = []
         texts, numbered = [], asyncio.create_task(read_response(first.url, lambda: None, **_LONG))
@@ -524,7 +527,7 @@ async def test_tls_and_grpc_of_unmodified_clients_outlive_a_gateway_behind_a_rel
         async with victim(mesh, socket_dir) as gateway, contextlib.AsyncExitStack() as opened:
             grpc_relay = GrpcRelay([f"unix:{socket_dir}/victim", mesh.address("gateway-0")])
             opened.push_async_callback(grpc_relay.close)
-            server = await serve_grpc(grpc_relay, address, None)
+            server = await serve_grpc(grpc_relay, address)
             opened.push_async_callback(server.stop, None)
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             tls.load_cert_chain(tmp_path / "gateway.crt", tmp_path / "gateway.key")
@@ -533,9 +536,10 @@ async def test_tls_and_grpc_of_unmodified_clients_outlive_a_gateway_behind_a_rel
             begun = dict.fromkeys(("grpc", "https"), False)
 
             def begin(name: str) -> None:
-                begun[name] = True
-                if all(begun.values()):
-                    gateway.kill()
+                if not begun[name]:
+                    begun[name] = True
+                    if all(begun.values()):
+                        gateway.kill()
 
             trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
             trusted.check_hostname = False

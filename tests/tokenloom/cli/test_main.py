@@ -130,6 +130,7 @@ LIGHT = (
         "run",
         "demo",
         "stop",
+        "relay",
         "fetch",
         "chat",
         "complete",

@@ -28,7 +28,7 @@ async def relayed(directory: Path, *gateways: str) -> AsyncIterator[tuple[Any, G
     """A stub as a client makes it, and the relay that it is connected to."""
     address = f"unix:{directory}/relay"
     grpc_relay = GrpcRelay(gateways)
-    server = await serve_grpc(grpc_relay, address, None)
+    server = await serve_grpc(grpc_relay, address)
     try:
         async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
             yield inference_pb2_grpc.InferenceStub(channel), grpc_relay
@@ -78,6 +78,13 @@ async def test_an_answer_that_no_gateway_knows_any_more_ends_with_that_error(soc
             "The request is not known.",
         )
         assert text_of(responses) == TEXT[:5]
+
+
+async def test_no_address_of_the_mesh_is_shown_where_there_is_no_gateway(socket_dir: Path) -> None:
+    async with asyncio.timeout(LIMIT), relayed(socket_dir, f"unix:{socket_dir}/none") as (stub, _):
+        for call in (stub.Generate(pb.GenerateRequest(text="a")), stub.Resume(pb.InferenceResumeRequest())):
+            code, details, _ = await _failure(call)
+            assert (code, "none" in details) == (grpc.StatusCode.UNAVAILABLE, False)
 
 
 async def test_a_client_that_leaves_ends_its_answer(socket_dir: Path) -> None:

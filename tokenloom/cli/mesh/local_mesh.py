@@ -190,6 +190,7 @@ def relay(
     # Imported here: gRPC would slow the start of the other commands.
     from tokenloom.client.relay import run_relays
     from tokenloom.services.runtime import addresses
+    from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
     from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
     from tokenloom.services.runtime.peers.tls import PublicTLS
 
@@ -209,7 +210,7 @@ def relay(
                 is_closed = insecure or tls is not None
                 addresses.check_closed(addresses.parse(listen, field=field), insecure=is_closed, field=field)
         run_relays(
-            (grpc_listen, grpc_gateways.split(",")),
+            (grpc_listen, grpc_gateways.split(","), SERVER_OPTIONS),
             (_host_and_port(https_listen, "--https-listen"), _http_gateways(http_gateways)),
             None if tls is None else tls.server_credentials(),
             None if tls is None else tls.server_context(),

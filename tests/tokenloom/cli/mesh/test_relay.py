@@ -1,0 +1,36 @@
+"""`relay` refuses what cannot be meant, and ends by a signal."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenloom.cli.main import app
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        ([], 2, "--grpc-listen needs --grpc-gateways"),
+        (["--grpc-listen", "127.0.0.1:0"], 2, "--grpc-listen needs --grpc-gateways"),
+        (["--https-listen", "127.0.0.1:0", "--http-gateways", "a:1"], 2, "--https-listen needs both"),
+        (["--grpc-listen", "0.0.0.0:0", "--grpc-gateways", "a:1"], 1, "could reach 0.0.0.0:0 without encryption"),
+        (["--grpc-listen", "nowhere", "--grpc-gateways", "a:1"], 1, "expected host:port or unix:/path"),
+    ],
+)
+def test_what_cannot_be_relayed_is_refused(words: list[str], status: int, reason: str) -> None:
+    result = CliRunner().invoke(app, ["relay", *words])
+    assert result.exit_code == status
+    assert reason in " ".join(result.output.split())
+
+
+def test_it_says_that_it_relays_and_ends_by_a_signal(socket_dir: Path) -> None:
+    command = [sys.executable, "-m", "tokenloom.cli.main", "relay", "--grpc-listen", f"unix:{socket_dir}/relay"]
+    with subprocess.Popen([*command, "--grpc-gateways", "127.0.0.1:1"], stdout=subprocess.PIPE, text=True) as relay:
+        assert relay.stdout is not None
+        assert relay.stdout.readline() == "relaying to gateways; Ctrl-C ends it\n"
+        relay.send_signal(signal.SIGTERM)
+        assert relay.wait(30) == 0

@@ -246,7 +246,7 @@ def _states_context(entries: Mapping[str, Any]) -> bool:
 
 
 _HEAD_SIZES = ("head_dim", "num_attention_heads", "num_key_value_heads")
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *_HEAD_SIZES)
+_SIZES = ("vocab_size", "hidden_size", "true_hidden_size", "intermediate_size", "num_hidden_layers", *_HEAD_SIZES)
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 

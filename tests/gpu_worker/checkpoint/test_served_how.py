@@ -141,6 +141,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         of("Cohere2ForCausalLM", "cohere2", layer_types=["full_attention"]),
         "layer_types must name a kind for each of 2 layers",
     ),
+    "layers that GPT-Neo counts in another entry": (
+        of("GPTNeoModel", "gpt_neo", layer_types=[], attention_types=[[["global", "local"], 1]]),
+        r"layer_types must name a kind for each of 2 layers, found \[\]",
+    ),
+    "a size that a class computes": (
+        of("MobileBertModel", "mobilebert", true_hidden_size=0.5),
+        "true_hidden_size must be int for the model type mobilebert, found 0.5",
+    ),
+    "no size that a class computes": (
+        of("MobileBertModel", "mobilebert", true_hidden_size=0),
+        "true_hidden_size must be a positive integer, found 0",
+    ),
     "a quantization that is no object": (
         of("PhiForCausalLM", "phi", quantization_config=False),
         "quantization_config must be an object, found false",

@@ -2,8 +2,8 @@
 
 A seed chooses a causal type of transformers with random sizes and switches, whole or in a quantized format, a damaged
 one, an encoder, a released layout, also of those that read images or sound, or a type of GGUF, and options of the
-engine, of which a second generator adds some that exclude parts of models. What preflight admits must load; what it
-refuses for its type must not load without it.
+engine, of which a second generator adds some that exclude parts of models, and a third one a draft model. What
+preflight admits must load; what it refuses for its type must not load without it.
 """
 
 import argparse
@@ -45,6 +45,7 @@ from tokenloom.engine_core.data.config import (
 )
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.executor.worker import Worker
+from tokenloom.gpu_worker.checkpoint.files.architectures import ARCHITECTURES
 from tokenloom.gpu_worker.devices import CPUWorker, make_worker
 from tokenloom.preflight.model import answer
 from tokenloom.preflight.small_files import CannotServe
@@ -109,6 +110,11 @@ def _damaged(random_: random.Random, directory: Path) -> Path:
     entries[name] = random_.choice([value for value in (*_WRONG, odd) if value != entries.get(name)])
     file.write_text(json.dumps(entries))
     return path
+
+
+def _built_in(random_: random.Random, directory: Path) -> Path:
+    kind = random_.choice([kind for kind, name in KINDS.items() if name in ARCHITECTURES])
+    return save_tiny(kind, directory, **_sizes(random_, kind))[0]
 
 
 def _quantized(random_: random.Random, directory: Path) -> Path:
@@ -184,8 +190,11 @@ _MORE_MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (
     _quantized_vision,
     _gguf_with_states,
 )
+_DRAFTS = (*(_built_in,) * 6, _of_transformers, _encoder, _quantized, _gguf, _of_vision, _damaged)
 FIRST_OF_MORE = 1000
 """The seeds below choose among ``_MAKERS``, those from here on among all and with more options."""
+FIRST_WITH_DRAFTS = 100_000
+"""From this seed on another checkpoint drafts."""
 
 
 def _options(random_: random.Random, path: Path) -> EngineConfig:
@@ -249,18 +258,34 @@ def _with_more(random_: random.Random, config: EngineConfig) -> tuple[EngineConf
     return config, ", ".join(chosen)
 
 
+def _with_draft(random_: random.Random, config: EngineConfig, directory: Path) -> tuple[EngineConfig, str]:
+    """Return the configuration with a draft model, and its name."""
+    path = random_.choice(_DRAFTS)(random_, directory)
+    return replace(config, speculative=SpeculativeConfig("draft_model", model=str(path))), f"draft {path.name}"
+
+
+def _folder(directory: Path, name: str) -> Path:
+    """Return a new folder, in which a checkpoint is written."""
+    (directory / name).mkdir()
+    return directory / name
+
+
 def compare(seed: int, directory: Path) -> tuple[Verdict, str]:
     """Return what preflight and engine say of the seed's checkpoint, and a line about it."""
     random_ = random.Random(seed)
     makers = _MAKERS if seed < FIRST_OF_MORE else _MAKERS + _MORE_MAKERS
+    if has_draft := seed >= FIRST_WITH_DRAFTS:
+        makers += (_built_in,) * len(makers)
+    more = ""
     try:
-        path = random_.choice(makers)(random_, directory)
+        path = random_.choice(makers)(random_, _folder(directory, "model"))
+        plain = config = _options(random_, path)
+        if has_draft:
+            config, more = _with_draft(random_, config, _folder(directory, "draft"))
+        elif seed >= FIRST_OF_MORE:
+            config, more = _with_more(random_, config)
     except Exception as error:
         return "no model", f"transformers makes none: {type(error).__name__}"
-    plain = config = _options(random_, path)
-    more = ""
-    if seed >= FIRST_OF_MORE:
-        config, more = _with_more(random_, config)
     worker = config.worker
     about = f"{path.name} {worker.model_impl} {worker.dtype} {worker.quantization} {config.max_model_len} {more}"
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from tests.soak.models.tiny_configs import tiny_config
 from tokenloom.gpu_worker.checkpoint.files.architectures import ENCODERS, MODULE_ENCODERS
 
 _NAMES = {int: "int", float: "float", bool: "bool", str: "str", list: "list", dict: "dict", type(None): "null"}
@@ -67,7 +69,56 @@ def strict_kinds(kind: str) -> dict[str, str]:
         if kinds:
             names = [field.name, *(name for name, own in config_class.attribute_map.items() if own == field.name)]
             found.setdefault(" ".join(sorted(kinds)), []).extend(names)
+    for name, accepted in _computed_kinds(kind).items():
+        found.setdefault(accepted, []).append(name)
     return {kinds: " ".join(names) for kinds, names in sorted(found.items())}
+
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "null": (None,),
+    "bool": (True, False),
+    "float": (0.5,),
+    "str": ("x",),
+    "list": ([],),
+    "dict": ({},),
+}
+
+
+def _computed_kinds(kind: str) -> dict[str, str]:
+    """Return the kinds of JSON values with which a model is made, for the numbers and names that a type's configuration
+    computes and that must have some kinds: files that it wrote state them, and replace what is computed."""
+    config_class: Any = CONFIG_MAPPING[kind]
+    try:
+        entries = tiny_config(kind).to_dict()
+    except Exception:  # of a class that the small sizes do not fit
+        return {}
+    declared = {each.name for each in dataclasses.fields(config_class)} | set(config_class.attribute_map) | _COMMON
+    found = {}
+    for name in entries.keys() - declared:
+        own = _NAMES.get(type(entries[name]))
+        if own in ("int", "str") and _builds(kind, name, (entries[name],)):
+            accepted = {own, *(each for each, values in _VALUES.items() if _builds(kind, name, values))}
+            if len(accepted) < len(_NAMES) - 1:
+                found[name] = " ".join(sorted(accepted))
+    return dict(sorted(found.items()))
+
+
+_COMMON = frozenset(transformers.PreTrainedConfig().to_dict())
+
+
+def _builds(kind: str, name: str, values: Iterable[Any]) -> bool:
+    """Return whether a model of a type can be made with each of these values of an entry."""
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    model_class: Any = getattr(transformers, causal) if causal is not None else encoder_class(kind)
+    for value in values:
+        config = tiny_config(kind)
+        setattr(config, name, value)
+        try:
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+                model_class(config)
+        except Exception:  # whatever transformers' code raises for such a value
+            return False
+    return True
 
 
 def _kinds(annotation: Any) -> set[str] | None:
@@ -94,8 +145,13 @@ def strict_rules(kinds: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
+_OTHER_LAYERS: dict[str, dict[str, Any]] = {"gpt_neo": {"attention_types": [[["global", "local"], 1]]}}
+"""What else counts two layers in a type's configuration."""
+
+
 def _refuses_layers(kind: str, count: int) -> bool:
-    return _refuses(kind, num_hidden_layers=2, layer_types=["full_attention"] * count)
+    layers = ["full_attention"] * count
+    return _refuses(kind, num_hidden_layers=2, layer_types=layers, **_OTHER_LAYERS.get(kind, {}))
 
 
 def _refuses(kind: str, **entries: Any) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from tests.soak.models.models_page import read_all, try_kinds
-from tests.soak.models.preflight_fuzz import FIRST_OF_MORE, compare
+from tests.soak.models.preflight_fuzz import FIRST_OF_MORE, FIRST_WITH_DRAFTS, compare
 from tests.soak.models.refusals import every_class, refusal, write_config
 from tests.soak.models.transformers_models import KINDS
 from tokenloom.gpu_worker.checkpoint.module_types import TYPES_FILE
@@ -39,7 +39,7 @@ def test_the_table_is_what_is_found(part: int, committed: dict[str, Any], tmp_pa
 
 def test_the_table_is_what_is_read(committed: dict[str, Any]) -> None:
     found = json.loads(json.dumps(read_all({kind: reason for kind, (_, reason) in committed["types"].items()})))
-    for part in ("divided", "lengths", "values", "entries"):
+    for part in ("divided", "entries", "lengths", "paddings", "rules", "strict", "values"):
         assert found[part] == committed[part], "run `make models-docs`"
 
 
@@ -59,7 +59,14 @@ def test_each_class_of_the_library_is_served_or_refused_in_one_sentence(part: in
     assert refused > 50
 
 
-@pytest.mark.parametrize("seed", [*range(300), *range(FIRST_OF_MORE, FIRST_OF_MORE + 60)])
+SEEDS = [
+    each
+    for first, count in ((0, 300), (FIRST_OF_MORE, 60), (FIRST_WITH_DRAFTS, 40))
+    for each in range(first, first + count)
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_preflight_and_engine_agree(seed: int, tmp_path: Path) -> None:
     verdict, text = compare(seed, tmp_path)
     assert verdict != "disagreement", text

@@ -7,19 +7,30 @@ from typing import NamedTuple
 from .files.architectures import LEARNED_POSITIONS
 from .files.config_reader import ConfigReader
 from .load_config import read_layer
-from .model_config import ModelConfig
+from .model_config import DtypeName, ModelConfig
 
 _FIELD = "speculative_config.model"
 
 
-def check_draft(draft: ModelConfig, target: ModelConfig) -> None:
+class DraftedModel(NamedTuple):
+    """Holds what the files of a model that transformers' modules compute say about drafts for it. None: that is left
+    to the defaults of its class, and the engine compares it."""
+
+    family: str
+    dtype_name: DtypeName
+    vocab_size: int | None
+    hidden_size: int | None
+    max_model_len: int | None
+
+
+def check_draft(draft: ModelConfig, target: ModelConfig | DraftedModel) -> None:
     """Raise ``ValueError`` naming what keeps ``draft`` from drafting for ``target``."""
-    if draft.vocab_size != target.vocab_size:
+    if target.vocab_size is not None and draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"{_FIELD}: its vocabulary has {draft.vocab_size} tokens and the model's {target.vocab_size}; they must be "
             "the same"
         )
-    if draft.max_model_len < target.max_model_len:
+    if target.max_model_len is not None and draft.max_model_len < target.max_model_len:
         raise ValueError(
             f"{_FIELD}: its context has {draft.max_model_len} tokens and the model's {target.max_model_len}; it must "
             "not be shorter"
@@ -27,17 +38,17 @@ def check_draft(draft: ModelConfig, target: ModelConfig) -> None:
     check_draft_dtype(draft, target)
 
 
-def check_draft_dtype(draft: ModelConfig, target: ModelConfig) -> None:
+def check_draft_dtype(draft: ModelConfig, target: ModelConfig | DraftedModel) -> None:
     """Raise ``ValueError`` if what drafts is computed in another dtype."""
     if draft.dtype_name != target.dtype_name:
         raise ValueError(f"{_FIELD}: its dtype is {draft.dtype_name} and the model's {target.dtype_name}; set dtype")
 
 
-def check_head(head: ModelConfig, target: ModelConfig) -> None:
+def check_head(head: ModelConfig, target: ModelConfig | DraftedModel) -> None:
     """Raise ``ValueError`` naming what keeps an EAGLE head from drafting for ``target``."""
     if target.family in LEARNED_POSITIONS:
         raise ValueError(f"{_FIELD}: EAGLE heads do not draft for models of the family {target.family}")
-    if head.hidden_size != target.hidden_size or head.num_layers != 1:
+    if target.hidden_size is not None and (head.hidden_size != target.hidden_size or head.num_layers != 1):
         raise ValueError(
             f"{_FIELD}: the head has {head.num_layers} layers of size {head.hidden_size}; it needs one of the model's "
             f"size, {target.hidden_size}"

@@ -15,6 +15,7 @@ from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..parallel.sharding import RankPlace
+from .draft_config import DraftedModel
 from .files.architectures import BUILT_IN, STATIC
 from .files.config_reader import (
     MOST_LAYERS,
@@ -24,6 +25,7 @@ from .files.config_reader import (
     is_class_of_transformers,
 )
 from .gguf.config import described_by, read_model
+from .load_config import read_dtype
 from .local_config import (
     HEADS_DIFFER,
     NO_INT8_SHAPES,
@@ -156,6 +158,19 @@ def check_causal(path: Path, config: EngineConfig, lack: UnsupportedError | None
     if wrong := _unknown_value(types["values"], entries):
         raise ValueError(f"{file}: {wrong}")
     return types["states"].get(kind, 0)
+
+
+def drafted_model(path: Path, config: EngineConfig) -> DraftedModel:
+    """Return what the files of a model that transformers' modules compute say about drafts for it. Raises
+    ``ValueError``."""
+    values, types = read_model(path)[1], transformers_types()
+    kind, entries = str(values.get("model_type")), _text_entries(values)
+    vocab, hidden = (size if type(size := entries.get(name)) is int else None for name in ("vocab_size", "hidden_size"))
+    lengths = {} if types is None else types["lengths"]
+    length = None
+    if kind in lengths or _states_context(entries):
+        length = longest_context(entries, lengths.get(kind, 0), config.max_model_len)
+    return DraftedModel("transformers", read_dtype(path, config.worker.dtype), vocab, hidden, length)
 
 
 def check_division(path: Path, place: RankPlace) -> None:

@@ -24,6 +24,7 @@ from tokenloom.process.plugins import find_package
 from ..parallel.sharding import place_of
 from . import module_types
 from .draft_config import (
+    DraftedModel,
     check_draft,
     check_draft_dtype,
     check_head,
@@ -246,10 +247,13 @@ def _check_drafts(config: EngineConfig, path: Path, found: ServedHow) -> None:
         check_draft_dtype(entries.config, target)
         return
     draft = _draft_config(config.worker, drafting, config.max_model_len)
-    if target is not None:
-        check_draft(draft, target)
+    drafted: ModelConfig | DraftedModel | None = target
+    if found.by == "transformers":
+        drafted = module_types.drafted_model(path, config)
+    if drafted is not None:
+        check_draft(draft, drafted)
         if speculative.method == "eagle":
-            check_head(draft, target)
+            check_head(draft, drafted)
 
 
 def _draft_config(worker: WorkerConfig, drafting: Path, max_model_len: int | None) -> ModelConfig:

@@ -558,6 +558,27 @@ def test_a_model_that_cannot_draft_is_refused_before_a_start(tmp_path: Path, nam
     answer(tmp_path, LLAMA | {"num_hidden_layers": 8})
 
 
+@pytest.mark.parametrize(
+    ("method", "entries", "reason"),
+    [
+        ("draft_model", {"vocab_size": 31}, "vocabulary has 31 tokens and the model's 32"),
+        ("draft_model", {"max_position_embeddings": 63}, "has 63 tokens and the model's 64"),
+        ("draft_model", {"dtype": "bfloat16"}, "is bfloat16 and the model's float32"),
+        ("eagle", {"num_hidden_layers": 1, "hidden_size": 8}, "1 layers of size 8"),
+    ],
+)
+def test_drafts_for_transformers_modules_are_compared_before_a_start(
+    tmp_path: Path, method: str, entries: dict[str, Any], reason: str
+) -> None:
+    def answered(changed: dict[str, Any]) -> None:
+        speculative = SpeculativeConfig(method=method, model=str(write(tmp_path / "draft", LLAMA | changed)))
+        answer(tmp_path, of("PhiForCausalLM", "phi", dtype="float32"), speculative=speculative)
+
+    with pytest.raises(ValueError, match=reason):
+        answered(entries)
+    answered({"num_hidden_layers": 1})
+
+
 def test_models_that_can_draft_pass(tmp_path: Path) -> None:
     for method, entries in (("draft_model", LLAMA), ("eagle", LLAMA | {"num_hidden_layers": 1}), ("eagle3", EAGLE_3)):
         speculative = SpeculativeConfig(method=method, model=str(write(tmp_path / "draft", entries)))

@@ -79,7 +79,11 @@ def _sizes(random_: random.Random, kind: str) -> dict[str, Any]:
 
 
 def _of_transformers(random_: random.Random, directory: Path) -> Path:
-    kind = random_.choice(list(KINDS))
+    return _of_type(random_, directory, list(KINDS))
+
+
+def _of_type(random_: random.Random, directory: Path, kinds: list[str]) -> Path:
+    kind = random_.choice(kinds)
     path, model = save_tiny(kind, directory, **_sizes(random_, kind))
     compute_case(model, PROMPTS[1], 1, use_cache=False)
     AutoConfig.from_pretrained(path)  # which checks what was changed after the configuration was made
@@ -113,8 +117,7 @@ def _damaged(random_: random.Random, directory: Path) -> Path:
 
 
 def _built_in(random_: random.Random, directory: Path) -> Path:
-    kind = random_.choice([kind for kind, name in KINDS.items() if name in ARCHITECTURES])
-    return save_tiny(kind, directory, **_sizes(random_, kind))[0]
+    return _of_type(random_, directory, [kind for kind, name in KINDS.items() if name in ARCHITECTURES])
 
 
 def _quantized(random_: random.Random, directory: Path) -> Path:

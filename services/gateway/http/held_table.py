@@ -237,6 +237,7 @@ class HeldTable:
 
     @property
     def is_full(self) -> bool:
+        """Whether every slot is taken."""
         return not self._free
 
     @property

@@ -86,7 +86,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 MODEL_IMPLS = ("auto", "native", "transformers")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "reference")
+ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "flashinfer", "flash-attn", "reference")
 DEVICES = ("auto", "cpu", "cuda", "xpu")
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
@@ -153,7 +153,8 @@ class WorkerConfig(Struct, frozen=True):
     attention_backend: Annotated[
         str,
         "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with Triton's "
-        "kernels, otherwise torch; or a plugin, as PACKAGE:NAME. Where layers keep a state, auto sums in bfloat16 on a "
+        "kernels, otherwise torch; flashinfer and flash-attn: on a GPU with the kernels of that library, where it is "
+        "installed; or a plugin, as PACKAGE:NAME. Where layers keep a state, auto sums in bfloat16 on a "
         "CPU in an order that is the same in every batch, for prompts and drafts, and cpu in one that suits the batch.",
         Meta(extra=plugged("attention_backends", ATTENTION_BACKENDS)),
     ] = "auto"

@@ -6,7 +6,7 @@ that another request fills in the same step.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -116,3 +116,64 @@ class AttentionBackend(Protocol):
         that each token sees in layers whose rule has ``sees_images``: at least its own, growing in a request, and
         before the request's seq_len; None: its own. The arrays may be reused after the call.
         """
+
+
+class WorkList(NamedTuple):
+    """Lists what the programs of Triton's kernel compute in a step; other backends have an empty one."""
+
+    entries: npt.NDArray[np.int32]
+    """[entries, 4], see ``triton_backend.work_entries``."""
+    num_wide: int
+    """The first so many are of programs of the shape for the longest queries, the others of that for one query."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTensors:
+    """Holds the arrays of a step on the device; see ``kernels.triton.paged_attention.attend``."""
+
+    slots: Tensor
+    """[T] int64."""
+    work: Tensor
+    """[entries, 4] int32."""
+    query_starts: Tensor
+    """[n + 1] int32."""
+    seq_lens: Tensor
+    """[n] int32."""
+    block_tables: Tensor
+    """[n, blocks of the longest] int32."""
+    limits: Tensor | None = None
+
+
+@runtime_checkable
+class DeviceBackend(AttentionBackend, Protocol):
+    """Also makes plans of arrays that lie on the device, so that a step is one copy and a graph can hold it. Padding
+    behind a step's requests are requests of one cached token and no query."""
+
+    block_size: int
+    plans_on_host: bool
+    """Whether its plans are :class:`HostedPlan`."""
+    captures_prompts: bool
+    """Whether graphs hold steps with prompts, and not only decodes."""
+
+    def room(self, tokens: int, requests: int) -> tuple[int, int]:
+        """Return how many entries the list of a step of so many tokens and requests has at most: those of longer
+        queries, and others."""
+
+    def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int, room: int = 0) -> WorkList:
+        """Return the list for a step whose requests have at most so many queries each. ``room``: for how many wide
+        entries there is room, which padding fills; 0: for those that there are."""
+
+    def plan_of(
+        self, tensors: PlanTensors, most_queries: int, num_wide: int, *, in_graph: bool = False
+    ) -> AttentionPlan:
+        """Return a plan of arrays that are on the device, or that will be when a layer reads them. The first
+        ``num_wide`` entries of the list are wide. ``in_graph``: whether a graph holds what layers do with it."""
+
+
+@runtime_checkable
+class HostedPlan(AttentionPlan, Protocol):
+    """Needs the lengths of a step on the host, too: a library divides the work there."""
+
+    def begin(self, query_starts: IntArray, seq_lens: IntArray) -> None:
+        """Prepare for a step of requests whose tokens begin at ``query_starts`` [n + 1] and which have ``seq_lens`` [n]
+        tokens in the cache, before its first layer or the replay of its graph."""

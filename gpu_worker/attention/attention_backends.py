@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.config import ATTENTION_BACKENDS, EngineConfig
 from tokenloom.process.plugins import kv_marks, load
 
+from ..checkpoint.local_config import LIBRARIES, library_lack
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import uses_triton
@@ -21,7 +22,7 @@ from .varied_backend import VariedBackend
 
 BESIDE_STATES = "cpu-tokenwise"
 """The name of attention in the order of ``tokenwise`` in engines that are not batch-invariant."""
-NAMES = ("auto", "cpu", "torch", "triton", "reference")
+NAMES = ATTENTION_BACKENDS
 
 
 MakeBackend = Callable[[ModelConfig, int, torch.device], AttentionBackend]
@@ -87,9 +88,11 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
     keep a state it means ``cpu`` in the order of ``tokenwise``: states have the same bits wherever a prompt is cut, and
     so has attention then. If the kernels of ``cpu`` or ``triton`` cannot be had or do not know the model's shapes,
     ``torch`` replaces them. Nothing replaces ``tokenwise``, the name in batch-invariant engines: then it raises
-    :class:`KernelsUnavailable`. Raises ``ValueError`` for an unknown name, and for a backend of another
-    device.
+    :class:`KernelsUnavailable`. Raises ``ValueError`` for an unknown name, for a backend of another device, and for a
+    library that is not installed or lacks what the model needs.
     """
+    if name in LIBRARIES:
+        return _make_library(name, config, block_size, device)
     if config.kv_shapes or any(config.attention_chunks):
         return VariedBackend(config, block_size, lambda part: make_attention_backend(name, part, block_size, device))
     if name == TOKENWISE:
@@ -124,6 +127,16 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
         case "reference":
             return ReferenceBackend(config, block_size, device)
     raise ValueError(f"attention_backend must be one of {', '.join(NAMES)}, not {name!r}")
+
+
+def _make_library(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:
+    if not uses_triton(device):
+        raise ValueError(f"attention_backend {name} runs on a GPU where triton is installed, not on {device.type}")
+    if lack := library_lack(name, config, config.kv_cache_dtype, block_size):
+        raise ValueError(f"attention_backend {name}: {lack}")
+    from .library_backends import make_library_backend
+
+    return make_library_backend(name, config, block_size, device)
 
 
 def _make_latent(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:

@@ -126,7 +126,7 @@ class GroupedPlan:
     """Holds the plan of each group, and finds that of a layer by its cache."""
 
     def __init__(self, plans: list[AttentionPlan], group_of: dict[int, int]) -> None:
-        self._plans = plans
+        self.plans = plans
         self._group_of = group_of
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:
@@ -139,7 +139,7 @@ class GroupedPlan:
         return self._plan_of(kv_cache).attend(query, kv_cache, rule)
 
     def _plan_of(self, kv_cache: KVCache) -> AttentionPlan:
-        return self._plans[self._group_of[id(kv_cache)]]
+        return self.plans[self._group_of[id(kv_cache)]]
 
 
 class PoolLayers:

@@ -1,7 +1,6 @@
 """Computes attention with the Triton kernel: one launch a layer."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton.kv_cache import write_kv
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend
-from .attention_backend import FP8_KV, AttentionPlan, IntArray, KVCache, ScoreRule
+from .attention_backend import FP8_KV, AttentionPlan, IntArray, KVCache, PlanTensors, ScoreRule, WorkList
 from .cache import LocalBackend, token_rows
 
 _PROGRAMS = 264
@@ -92,15 +91,6 @@ def work_entries(query_lens: IntArray, queries: int, parts: IntArray | None = No
     return entries
 
 
-class WorkList(NamedTuple):
-    """Lists what the programs of a step compute."""
-
-    entries: npt.NDArray[np.int32]
-    """[entries, 4], see :func:`work_entries`."""
-    num_wide: int
-    """The first so many are of programs of the shape for the longest queries, the others of that for one query."""
-
-
 _LARGEST_HEAD = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -109,6 +99,8 @@ class TritonBackend(LocalBackend):
     """Makes plans of arrays on the device. Raises :class:`KernelsUnavailable` for shapes that the kernel lacks."""
 
     name = "triton"
+    plans_on_host = False
+    captures_prompts = True
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         if config.cache_head_size > _LARGEST_HEAD:
@@ -130,9 +122,13 @@ class TritonBackend(LocalBackend):
         that registers would not hold what merging needs."""
         return shape == self.shape(1)
 
+    def room(self, tokens: int, requests: int) -> tuple[int, int]:
+        shape = self.shape(tokens)
+        full, single = tokens // max(1, shape.rows // self.group), requests + most_parts(self.num_kv_heads)
+        # Each request may end with an entry that is not full.
+        return (0, full + single) if self.can_split(shape) else (full + requests, single)
+
     def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int, room: int = 0) -> WorkList:
-        """Return the list of the kernel for a step whose requests have at most so many queries each. ``room``: for how
-        many wide entries there is room, which padding fills; 0: for those that there are."""
         shape, decoding = self.shape(most_queries), query_lens == 1
         queries, parts = max(1, shape.rows // self.group), np.ones(len(query_lens), dtype=np.int64)
         parts[decoding] = key_parts(seq_lens[decoding], self.num_kv_heads)
@@ -166,25 +162,12 @@ class TritonBackend(LocalBackend):
         work, num_wide = self.work(query_lens, seq_lens, most_queries)
         arrays = (work, cu_query_lens, seq_lens, block_tables, *(() if limits is None else (limits,)))
         slots, *others = copy_packed([slot_mapping.astype(np.int64), *map(_int32, arrays)], self.device)
-        return self.plan_of(PlanTensors(slots, *others), self.shape(most_queries), num_wide)
+        return self.plan_of(PlanTensors(slots, *others), most_queries, num_wide)
 
-    def plan_of(self, tensors: "PlanTensors", shape: ProgramShape, num_wide: int) -> AttentionPlan:
-        """Return a plan of arrays that are on the device, or that will be when a layer reads them. The first
-        ``num_wide`` entries of the list are of programs of this shape."""
-        return TritonPlan(self, tensors, shape, num_wide)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanTensors:
-    """Holds the arrays of a step on the device; see ``kernels.triton.paged_attention.attend``."""
-
-    slots: Tensor
-    """[T] int64."""
-    work: Tensor
-    query_starts: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    limits: Tensor | None = None
+    def plan_of(
+        self, tensors: PlanTensors, most_queries: int, num_wide: int, *, in_graph: bool = False
+    ) -> AttentionPlan:
+        return TritonPlan(self, tensors, self.shape(most_queries), num_wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,24 +185,7 @@ class TritonPlan:
         return self.tensors.slots
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        key, value = token_rows(key), token_rows(value)
-        num_tokens, num_kv_heads, head = key.shape
-        launch(
-            write_kv,
-            (num_tokens, num_kv_heads),
-            key,
-            value,
-            self.tensors.slots,
-            *kv_cache.unbind(),
-            key.stride(0),
-            value.stride(0),
-            HEAD=head,
-            CACHE_HEAD=kv_cache.shape[4],
-            PADDED_HEAD=power_of_2(head, 16),
-            BLOCK=self.backend.block_size,
-            IS_FP8=kv_cache.dtype == FP8_KV,
-            num_warps=1,
-        )
+        write_rows(key, value, kv_cache, self.tensors.slots)
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
         query = token_rows(query)
@@ -279,6 +245,28 @@ class TritonPlan:
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
+
+
+def write_rows(key: Tensor, value: Tensor, kv_cache: KVCache, slots: Tensor) -> None:
+    """Store [T, num_kv_heads, head_size] keys and values in ``slots`` [T]; a negative one is that of padding."""
+    key, value = token_rows(key), token_rows(value)
+    num_tokens, num_kv_heads, head = key.shape
+    launch(
+        write_kv,
+        (num_tokens, num_kv_heads),
+        key,
+        value,
+        slots,
+        *kv_cache.unbind(),
+        key.stride(0),
+        value.stride(0),
+        HEAD=head,
+        CACHE_HEAD=kv_cache.shape[4],
+        PADDED_HEAD=power_of_2(head, 16),
+        BLOCK=kv_cache.shape[3],
+        IS_FP8=kv_cache.dtype == FP8_KV,
+        num_warps=1,
+    )
 
 
 def _int32(values: IntArray) -> IntArray:

@@ -17,10 +17,9 @@ from .files.quantized_weight import PackedWeight
 from .files.text_part import text_tensor
 from .quantization.compressed_tensors import find_compressed
 from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Mxfp4, Scheme
-from .quantization.fp8 import find_fp8
 from .quantization.grouped_integers import find_awq, find_gptq
-from .quantization.mxfp4 import find_mxfp4
 from .quantization.scheme import Found, TensorFiles, is_kv_scale
+from .quantization.small_floats import find_fp8, find_mxfp4
 
 
 class SafetensorsFiles:

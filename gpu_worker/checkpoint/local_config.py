@@ -1,8 +1,9 @@
 """Derives the configuration of the part of a model that one rank computes, and refuses options that several ranks, or a
 device, do not support."""
 
+import importlib.util
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig
 
@@ -176,6 +177,79 @@ def _check_order(config: EngineConfig) -> None:
         raise ValueError(f"batch_invariant: {reason}")
 
 
+@dataclass(frozen=True)
+class AttentionLibrary:
+    """Says what the attention of a library computes over a paged cache, in the dtypes of GPUs' tensor cores."""
+
+    module: str
+    distribution: str
+    """What pip installs."""
+    head_sizes: tuple[int, ...]
+    most_block: int
+    """The largest block size."""
+    capability: tuple[int, int]
+    """Of the first GPUs that it knows."""
+    has_sinks: bool
+    has_fp8_cache: bool
+
+    @property
+    def is_installed(self) -> bool:
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # the package around it
+            return False
+
+
+LIBRARIES = {
+    "flashinfer": AttentionLibrary(
+        "flashinfer", "flashinfer-python", (64, 128, 256), 128, (8, 0), has_sinks=False, has_fp8_cache=True
+    ),
+    # From blocks of 64 tokens on it may load whole tiles, with what an earlier owner has left behind the last token.
+    "flash-attn": AttentionLibrary(
+        "flash_attn.cute", "flash-attn-4", (64, 96, 128), 32, (9, 0), has_sinks=True, has_fp8_cache=False
+    ),
+}
+"""The backends of ``attention_backend`` that are other projects' kernels, by name. Both know windows and limits of
+scores (softcap), and no images whose tokens see later ones."""
+
+
+def library_lack(name: str, config: ModelConfig, cache_dtype: KVCacheDtype, block_size: int) -> str:
+    """Return why a library of ``LIBRARIES`` does not compute a model's attention over such a cache; empty: it does."""
+    library = LIBRARIES[name]
+    if not library.is_installed:
+        return f"{library.module} is not installed: choose auto, or install {library.distribution}"
+    sizes, shows_later = library.head_sizes, config.media is not None and config.media.seen_whole is not None
+    has_dtype = cache_dtype == "auto" or (cache_dtype == "fp8" and library.has_fp8_cache)
+    lacks = {
+        f"it computes in float16 and bfloat16, not in {config.dtype_name}": config.dtype_name == "float32",
+        "it reads no compressed vectors (MLA)": config.latent is not None,
+        "it knows layers of one shape only": bool(config.kv_shapes or any(config.attention_chunks)),
+        f"it has heads of {', '.join(map(str, sizes))}, not of {config.head_size}": config.head_size not in sizes,
+        "it knows no sinks": config.traits.has_sinks and not library.has_sinks,
+        "it shows no token of an image later ones": shows_later,
+        f"it does not read kv_cache_dtype {cache_dtype}": not has_dtype,
+        f"its blocks have at most {library.most_block} tokens, not {block_size}": block_size > library.most_block,
+    }
+    lack = next((each for each, is_so in lacks.items() if is_so), "")
+    return lack and f"{lack}; choose auto"
+
+
+def check_attention(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ``ValueError`` if the library that computes attention, if one does, lacks what the model needs."""
+    name = config.worker.attention_backend
+    if name not in LIBRARIES:
+        return
+    if config.parallel.decode_context_parallel_size > 1:
+        raise ValueError(f"attention_backend {name}: no part of a context is computed by it; choose auto")
+    if config.speculative is not None and config.speculative.writes_kv:
+        raise ValueError(
+            f"attention_backend {name}: the layers of drafts are not computed by it yet: choose auto, or drafts by "
+            "ngram or suffix"
+        )
+    if lack := library_lack(name, model, config.cache.dtype, config.cache.block_size):
+        raise ValueError(f"attention_backend {name}: {lack}")
+
+
 def check_chunks(config: ModelConfig, block_size: int) -> None:
     """Raise ``ValueError`` if blocks of the KV cache would lie across the ends of the model's attention chunks."""
     for chunk in filter(None, config.attention_chunks):
@@ -207,6 +281,8 @@ def check_host(config: EngineConfig) -> None:
         raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
     if config.worker.quantization == "fp8":
         raise ValueError("quantization fp8 is computed on a GPU only: choose int8-dynamic or int4 on a CPU")
+    if config.worker.attention_backend in LIBRARIES:
+        raise ValueError(f"attention_backend {config.worker.attention_backend} computes on a GPU only: choose auto")
     _check_processors(config.parallel)
     if config.cache.dtype == "fp8":
         raise ValueError("kv_cache_dtype fp8 is read on a GPU only: choose int8, of the same size, on a CPU")
@@ -251,6 +327,8 @@ def check_apart(config: EngineConfig, kind: str) -> None:
         raise ValueError(f"quantization: {config.worker.quantization} is not supported on {kind}: choose fp8")
     if config.cache.dtype not in ("auto", "fp8"):
         raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {kind}: choose fp8")
+    if config.worker.attention_backend in LIBRARIES and kind != "cuda":
+        raise ValueError(f"attention_backend {config.worker.attention_backend} does not compute on {kind}: choose auto")
     if not config.kv.transports:
         return
     if "nixl" in config.kv.transports:

@@ -46,7 +46,9 @@ from .files.config_reader import (
 from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import (
+    LIBRARIES,
     NO_ADAPTERS,
+    check_attention,
     check_batch_invariant,
     check_chunks,
     check_device_options,
@@ -121,6 +123,11 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     place = place_of(config.parallel)
     if worker.batch_invariant and found.by != "built in":
         raise ValueError(f"batch_invariant: {_UNORDERED[found.by]} follow the batch")
+    if worker.attention_backend in LIBRARIES and found.by == "transformers":
+        raise ValueError(
+            f"attention_backend {worker.attention_backend}: transformers' modules choose the scores of their layers, "
+            "which it may not know; choose auto"
+        )
     if found.by == "transformers":
         if not place.is_whole:
             module_types.check_division(path, place)
@@ -167,6 +174,7 @@ def check_decoder(config: EngineConfig, model: ModelConfig) -> None:
     local_config(model, place_of(config.parallel))
     check_kv_dtype(model, config.cache.dtype)
     check_chunks(model, config.cache.block_size)
+    check_attention(config, model)
     config.check_states(0 if model.states is None else model.states.chunk)
     check_context(config.max_model_len, model.max_model_len)
     config.check_whole_prompts(model.max_model_len)

@@ -10,10 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
+from ..attention.attention_backend import AttentionBackend, AttentionPlan, DeviceBackend, KVCache
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.states import SentRuns, StatePlan
-from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import DeviceLink, Event, to_device
 from ..models.model import LanguageModel, routes_of
@@ -262,11 +261,16 @@ class DeviceSteps:
             self.sampling_rows = self._rows.draws(sent["drawn rows"], sent["numbers"])
         if size is None:
             plan = self._plans.plan(self._tensors.part(exact), most_queries, num_wide, sent.get("limits"))
+            if self._plans.plans_on_host:
+                self._plans.begin(plan, inputs.cu_query_lens, inputs.seq_lens)
             hidden = self._forward(model, inputs, sent, kv_caches, plan)
             logits = None
         else:
             assert self._graphs is not None, "a size comes from the graphs"
-            hidden, logits = self._graphs.run(size, model, kv_caches, sent.get("state slots"))
+            self._graphs.record(size, model, kv_caches)
+            if self._plans.plans_on_host:
+                self._graphs.begin(size, inputs.cu_query_lens, inputs.seq_lens)
+            hidden, logits = self._graphs.run(size, sent.get("state slots"))
             hidden, logits = hidden[:num_tokens], None if logits is None else logits[:num_tokens]
         if logits is None:
             logits = _logits(model, hidden, sent.get("logit rows"))
@@ -368,7 +372,7 @@ def make_device_steps(
     """Return what computes the steps of a device, see :class:`DeviceSteps`; None: the backend's plans keep on the host
     what differs between steps."""
     every = backend.parts if isinstance(backend, GroupedBackend) else [backend]
-    parts = [part for part in every if isinstance(part, TritonBackend)]
+    parts = [part for part in every if isinstance(part, DeviceBackend)]
     if len(parts) < len(every):
         return None
     return DeviceSteps(batch, StepPlans(backend, parts), most_tokens, device, tools, capture)

@@ -9,13 +9,22 @@ pool of memory, because only the results of the latest step are needed.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from ..attention.attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache
-from ..attention.grouped_backend import GroupedBackend
-from ..attention.triton_backend import PlanTensors, TritonBackend, WorkList, most_parts
+from ..attention.attention_backend import (
+    AttentionBackend,
+    AttentionPlan,
+    DeviceBackend,
+    HostedPlan,
+    IntArray,
+    KVCache,
+    PlanTensors,
+    WorkList,
+)
+from ..attention.grouped_backend import GroupedBackend, GroupedPlan
 from ..models.model import LanguageModel, routes_of
 from .step_tensors import Capture, DecodedStates, Graph, StepSize, StepTensors
 
@@ -65,38 +74,36 @@ def token_buckets(most: int) -> list[int]:
 class StepPlans:
     """Makes attention plans that read the arrays of a step from the device."""
 
-    def __init__(self, backend: AttentionBackend, parts: Sequence[TritonBackend]) -> None:
+    def __init__(self, backend: AttentionBackend, parts: Sequence[DeviceBackend]) -> None:
         """``parts``: the backends of the groups of layers."""
         self._backend = backend
         self._parts = parts
         self.block_size = parts[0].block_size
         self.num_groups = len(parts)
-
-    def queries(self, most_queries: int) -> int:
-        """Return how many queries an entry of the attention kernel's list has, if no request has more."""
-        part = self._parts[0]
-        return max(1, part.shape(most_queries).rows // part.group)
+        self.plans_on_host = any(part.plans_on_host for part in parts)
+        self.captures_prompts = all(part.captures_prompts for part in parts)
 
     def work(self, query_lens: IntArray, seq_lens: IntArray, most_queries: int, room: int) -> WorkList:
-        """Return the list of the attention kernel, as :meth:`TritonBackend.work` does."""
+        """Return the list of the attention kernel, as :meth:`DeviceBackend.work` does."""
         return self._parts[0].work(query_lens, seq_lens, most_queries, room)
 
     def room(self, tokens: int, requests: int) -> tuple[int, int]:
-        """Return how many entries a step of so many tokens and requests may have at most in the list: those of longer
-        queries, and others."""
-        part, full = self._parts[0], tokens // self.queries(tokens)
-        single = requests + most_parts(part.num_kv_heads)
-        # Each request may end with an entry that is not full.
-        return (0, full + single) if part.can_split(part.shape(tokens)) else (full + requests, single)
+        """Return how many entries the list may have at most, as :meth:`DeviceBackend.room` does."""
+        return self._parts[0].room(tokens, requests)
 
     def plan(
-        self, tensors: StepTensors, most_queries: int, num_wide: int, limits: Tensor | None = None
+        self,
+        tensors: StepTensors,
+        most_queries: int,
+        num_wide: int,
+        limits: Tensor | None = None,
+        *,
+        in_graph: bool = False,
     ) -> AttentionPlan:
         """Return the plan of a step, of whose entries the first ``num_wide`` are of longer queries. ``limits`` [T]
         int32: as :meth:`..attention.attention_backend.AttentionBackend.plan` has them, of a step without a graph."""
         plans = list[AttentionPlan]()
         for index, part in enumerate(self._parts):
-            shape = part.shape(most_queries)
             arrays = PlanTensors(
                 tensors.slots[index],
                 tensors.work,
@@ -105,8 +112,14 @@ class StepPlans:
                 tensors.tables[index],
                 limits,
             )
-            plans.append(part.plan_of(arrays, shape, num_wide))
+            plans.append(part.plan_of(arrays, most_queries, num_wide, in_graph=in_graph))
         return self._backend.join(plans) if isinstance(self._backend, GroupedBackend) else plans[0]
+
+    def begin(self, plan: AttentionPlan, query_starts: IntArray, seq_lens: IntArray) -> None:
+        """Prepare a plan for a step, as :class:`HostedPlan` says. Called if some backend ``plans_on_host``."""
+        for part in plan.plans if isinstance(plan, GroupedPlan) else [plan]:
+            if isinstance(part, HostedPlan):
+                part.begin(query_starts, seq_lens)
 
 
 class StepGraphs:
@@ -122,6 +135,8 @@ class StepGraphs:
         self._tokens = token_buckets(most.tokens)
         self._graphs: dict[GraphSize, Graph] = {}
         """Each results in the last hidden states [tokens, hidden_size], and of a decode in logits [tokens, vocab]."""
+        self._begun: dict[GraphSize, AttentionPlan] = {}
+        """The plans of graphs that begin on the host; empty, if none does."""
         self.states: DecodedStates | None = None
         """What graphs of decodes read where layers keep a state. Other steps have no graphs there, because their runs
         are as many as their requests need."""
@@ -129,11 +144,14 @@ class StepGraphs:
     @property
     def sizes(self) -> list[GraphSize]:
         """Return all sizes, the largest first, whose memory the others then share."""
-        mixed = [self._mixed(tokens) for tokens in self._tokens[::-1]] if self.states is None else []
+        has_mixed = self.states is None and self._plans.captures_prompts
+        mixed = [self._mixed(tokens) for tokens in self._tokens[::-1]] if has_mixed else []
         return mixed + [self._decode(rows) for rows in self._rows[::-1]]
 
     def size_for(self, num_tokens: int, num_requests: int, *, is_decode: bool) -> GraphSize | None:
-        """Return the least size for a step; None: it is larger than any."""
+        """Return the least size for a step; None: it is larger than any, or has prompts that graphs do not hold."""
+        if not is_decode and not self._plans.captures_prompts:
+            return None
         buckets = self._rows if is_decode else self._tokens
         if not 0 < num_tokens <= buckets[-1] or num_requests > self._most_requests:
             return None
@@ -151,6 +169,7 @@ class StepGraphs:
     def forget(self) -> None:
         """Drop all graphs: the weights or the KV caches are others from now on."""
         self._graphs.clear()
+        self._begun.clear()
         self.states = None
         self._capture.forget()
         OF_PROCESS.end(_NO_GRAPH)
@@ -162,13 +181,14 @@ class StepGraphs:
                 self.states.clear()  # a capture computes the step, and the replay would then begin behind its tokens
             self._graphs[size] = self._record(size, model, kv_caches)
 
-    def run(
-        self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache], slots: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the step in the tensors, padded to ``size``. Returns the last hidden states [tokens, hidden_size] and
-        the logits, if it is a decode, [tokens, vocab]; both hold until the next step. ``slots``: of its states, as
-        :meth:`DecodedStates.fill` takes them."""
-        self.record(size, model, kv_caches)
+    def begin(self, size: GraphSize, query_starts: IntArray, seq_lens: IntArray) -> None:
+        """Prepare the plan of a recorded size for a step, as :meth:`StepPlans.begin` says."""
+        self._plans.begin(self._begun[size], query_starts, seq_lens)
+
+    def run(self, size: GraphSize, slots: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Compute the step in the tensors, padded to ``size``, which is recorded. Returns the last hidden states
+        [tokens, hidden_size] and the logits, if it is a decode, [tokens, vocab]; both hold until the next step.
+        ``slots``: of its states, as :meth:`DecodedStates.fill` takes them."""
         if self.states is not None:
             assert slots is not None, "the step has states"
             self.states.fill(slots)
@@ -178,7 +198,13 @@ class StepGraphs:
 
     def _record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> Graph:
         tensors, routes = self._tensors.part(size.step), routes_of(model)
-        plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens, size.num_wide)
+        most_queries = 1 if size.is_decode else size.step.tokens
+        plan = self._plans.plan(tensors, most_queries, size.num_wide, in_graph=True)
+        if self._plans.plans_on_host:
+            # A full step of one token each: a library chooses its grid by the first step that it divides.
+            every = np.arange(size.step.requests + 1, dtype=np.int32)
+            self._plans.begin(plan, every, np.ones(size.step.requests, dtype=np.int32))
+            self._begun[size] = plan
         states = None if self.states is None else self.states.part(size.step.requests)
 
         def compute() -> list[Tensor]:

@@ -23,7 +23,7 @@ from ..checkpoint.files.quantized_weight import (
 )
 from ..checkpoint.layer_state import LayerState, check_state, present, shapes_of
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
-from ..checkpoint.quantization.fp8 import PackedFloats
+from ..checkpoint.quantization.small_floats import PackedFloats
 from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable

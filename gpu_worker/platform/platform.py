@@ -13,7 +13,7 @@ from tokenloom.process import memory
 from tokenloom.process.control_groups import CpuGroups
 
 from ..attention.attention_backend import KVCache
-from ..checkpoint.local_config import check_apart, check_host
+from ..checkpoint.local_config import LIBRARIES, check_apart, check_host
 from ..cuda.step_tensors import Capture, GraphCapture, StepTools
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
 from ..device.device_link import CUDALink
@@ -152,6 +152,13 @@ def check_device(config: EngineConfig, platform: Platform) -> None:
         raise ValueError(
             f"tensor_parallel_size, pipeline_parallel_size: NCCL needs a GPU for each of the {num_workers} workers of "
             f"an engine, and this host shows {num_devices}"
+        )
+    library = LIBRARIES.get(config.worker.attention_backend)
+    if library is not None and torch.cuda.get_device_capability(platform.device) < library.capability:
+        least = ".".join(map(str, library.capability))
+        raise ValueError(
+            f"attention_backend {config.worker.attention_backend} needs a GPU of compute capability {least} or more, "
+            f"which {platform.hardware or kind} has not: choose auto"
         )
     if "fp8" in (config.worker.quantization, config.cache.dtype) and not platform.computes_fp8:
         option = "quantization" if config.worker.quantization == "fp8" else "kv_cache_dtype"

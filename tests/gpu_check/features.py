@@ -1,7 +1,8 @@
 """What an engine does beside plain decoding, each against the tokens of the same engine without it, or of a CPU: sleep
 and wake, quantized checkpoints, experts, adapters, drafts, layers that keep a state, the default limits of a
-step, kernels that are compiled in service, and NCCL."""
+step, kernels that are compiled in service, attention of libraries, and NCCL."""
 
+import json
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from tokenloom.bench.random_model import SHAPES, write_model
 from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.parallel.torch_group import TorchGroup, _nccl
@@ -241,6 +243,24 @@ def default_limits(rows: Rows, target: Target, folder: Path) -> bool:
     return most == count and not different
 
 
+def libraries(rows: Rows, target: Target, folder: Path) -> bool:
+    """Engines whose attention is that of a library, with graphs, in float16. As it rounds elsewhere, tokens that are
+    nearly as likely may differ: one prompt of three may."""
+    (folder / "config.json").write_text(json.dumps(SHAPES["tiny-fp32"] | {"head_dim": 64}))
+    right, options = True, {"dtype": target.pick("float16", "float32"), "load_format": "dummy"}
+    with running(folder, target, **options) as engine:
+        expected = engine.generate(PROMPTS, LIMITS)
+    for name, library in LIBRARIES.items():
+        if not target.has_gpu or not library.is_installed:
+            rows.skip(f"attention by {name}, an engine", f"{library.distribution} is not installed, or there is no GPU")
+            continue
+        with running(folder, target, attention_backend=name, **options) as engine:
+            different = _different(engine.generate(PROMPTS, LIMITS), expected)
+        rows.add(f"attention by {name}, an engine", different=different)
+        right &= different <= len(PROMPTS) // 2
+    return right
+
+
 def nccl(rows: Rows, target: Target, folder: Path) -> bool:
     """One rank: the library loads, and its calls take tensors of the device."""
     backend = _nccl(torch.distributed.FileStore(str(folder / "store"), 1), 0, 1, "")
@@ -265,5 +285,6 @@ CHECKS: dict[str, Check] = {
     "states": states,
     "default limits": default_limits,
     "kernels compiled": compiles,
+    "attention of libraries": libraries,
     "NCCL": nccl,
 }

@@ -15,8 +15,10 @@ from tests.gpu_check.states import check_states
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention import steps
 from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
+from tokenloom.gpu_worker.attention.library_backends import make_library_backend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.cuda.row_kernels import copy_pool_blocks, pool_words
 from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
@@ -86,6 +88,30 @@ def _attention(rows: Rows, target: Target, dtype: torch.dtype, kv_dtype: torch.d
             found, _ = steps.run_rule(TritonBackend(config, 16, target.device), step, on_gpu)
             name = f"attention, {batch}, heads of {size}" + (", fp8 KV" if kv_dtype else "")
             wrong += _compare(rows, name, dtype, found, expected)
+    return wrong
+
+
+def _attention_of_libraries(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+    """Those that are installed, over the same kinds of steps as Triton's kernel."""
+    wrong, (heads, kv_heads, size) = [], (32, 8, 128)
+    config = steps.shape(kv_heads, dtype, heads, size)
+    batches = {"decodes": ([1] * 20, list(range(1, 800, 40))), "mixed": ([1, 300, 1, 70], [500, 300, 90, 400])}
+    for name, library in LIBRARIES.items():
+        if dtype == torch.float32 or not target.has_gpu or not library.is_installed:
+            rows.skip(
+                f"attention by {name}", f"{library.distribution} is not installed, there is no GPU, or in {dtype}"
+            )
+            continue
+        backend = make_library_backend(name, config, 16, target.device)
+        for batch, lengths in batches.items():
+            for window in (None, 200):
+                step, rule = steps.make_step(*lengths, heads, config), ScoreRule(size**-0.5, window)
+                expected, _ = steps.run_rule(ReferenceBackend(config, 16, steps.CPU), step, rule)
+                step.query, step.key, step.value, step.cache = (
+                    each.to(target.device) for each in (step.query, step.key, step.value, step.cache)
+                )
+                found, _ = steps.run_rule(backend, step, rule)
+                wrong += _compare(rows, f"attention by {name}, {batch}, window {window}", dtype, found, expected)
     return wrong
 
 
@@ -202,6 +228,7 @@ def _block_copy(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
 PARTS: dict[str, Callable[[Rows, Target, torch.dtype], list[str]]] = {
     "attention": _attention,
     "attention, fp8 KV": _attention_of_fp8,
+    "attention of libraries": _attention_of_libraries,
     "fp8": _eight_bits,
     "experts": _experts,
     "products": _products,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..files.quantized_weight import QuantizedWeight, unpack_words
 from .entries import CompressedTensors
-from .fp8 import find_floats
 from .scheme import (
     Codes,
     Found,
@@ -27,6 +26,7 @@ from .scheme import (
     part_shape,
     read_order,
 )
+from .small_floats import find_floats
 
 
 def find_compressed(entries: CompressedTensors, files: TensorFiles) -> Mapping[str, Found]:

@@ -1,4 +1,5 @@
-"""Keeps copies of the batch's rows on the device, and makes the arrays of a step from them."""
+"""Keeps copies of the batch's rows on the device, and makes the arrays of a step from them, and the list of pages that
+FlashInfer reads."""
 
 import triton
 import triton.language as tl
@@ -116,3 +117,35 @@ def prepare_step(
             block = tl.load(table + index * GROUPS + group, mask=is_block)
             to = step_tables + group * tables_stride + request.to(tl.int64) * columns + index
             tl.store(to, block, mask=is_block)
+
+
+@triton.jit
+def list_pages(tables, query_starts, seq_lens, pages, columns, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Write the block ids of all requests one behind the other, those of one request. Grid: (requests,).
+
+    A request without queries is padding and has none.
+
+    Args:
+        tables: [requests, columns] int32.
+        query_starts: [requests + 1] int32. ``seq_lens``: [requests] int32.
+        pages: [blocks of all requests] int32. Written.
+        WIDTH: Requests or blocks that one turn of a loop reads.
+    """
+    request = tl.program_id(0)
+    if tl.load(query_starts + request + 1) == tl.load(query_starts + request):
+        return
+    num_before = tl.zeros([WIDTH], tl.int32)
+    for begin in range(0, request, WIDTH):
+        at = begin + tl.arange(0, WIDTH)
+        is_before = at < request
+        start = tl.load(query_starts + at, mask=is_before, other=0)
+        has_queries = tl.load(query_starts + at + 1, mask=is_before, other=0) > start
+        length = tl.load(seq_lens + at, mask=is_before & has_queries, other=0)
+        num_before += tl.cdiv(length, BLOCK)
+    first = tl.sum(num_before, 0).to(tl.int64)
+    num_blocks = tl.cdiv(tl.load(seq_lens + request), BLOCK)
+    for begin in range(0, num_blocks, WIDTH):
+        index = begin + tl.arange(0, WIDTH)
+        is_block = index < num_blocks
+        block = tl.load(tables + request.to(tl.int64) * columns + index, mask=is_block)
+        tl.store(pages + first + index, block, mask=is_block)

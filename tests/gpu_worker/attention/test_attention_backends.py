@@ -68,5 +68,13 @@ def test_beside_states_each_token_has_an_order_of_its_own(name: str, dtype: torc
 
 
 def test_unknown() -> None:
-    with pytest.raises(ValueError, match="must be one of auto, cpu, torch, triton, reference, not 'flash'"):
+    with pytest.raises(
+        ValueError, match="must be one of auto, cpu, torch, triton, flashinfer, flash-attn, reference, not"
+    ):
         make_attention_backend("flash", shape(2), 16, CPU)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
+def test_libraries_compute_on_gpus(name: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend {name} runs on a GPU where triton is installed, not on"):
+        make_attention_backend(name, shape(2), 16, CPU)

@@ -22,7 +22,7 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.checkpoint.local_config import check_chunks, check_options, local_config
+from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES, check_chunks, check_options, local_config
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.parallel.ranks import place_of
@@ -204,3 +204,18 @@ def test_ranks_that_divide_prompts_have_the_whole_model(config: ModelConfig, tmp
     states = load_model_config(write_model("qwen3_next", tmp_path))
     with pytest.raises(ValueError, match="prefill_context_parallel_size: layers of this model keep a state"):
         local_config(states, places[0])
+
+
+def test_the_page_says_what_libraries_of_attention_lack() -> None:
+    text = (Path(__file__).parents[3] / "docs/understand/decisions.md").read_text()
+    rows = {
+        "package": lambda each: each.distribution,
+        "heads of": lambda each: ", ".join(map(str, each.head_sizes)),
+        "blocks of at most": lambda each: str(each.most_block),
+        "compute capability from": lambda each: ".".join(map(str, each.capability)),
+        "sinks": lambda each: "yes" if each.has_sinks else "no",
+        "KV in 8-bit floats": lambda each: "yes" if each.has_fp8_cache else "no",
+    }
+    assert f"| | {' | '.join(LIBRARIES)} |" in text
+    for name, value in rows.items():
+        assert f"| {name} | {' | '.join(map(value, LIBRARIES.values()))} |" in text

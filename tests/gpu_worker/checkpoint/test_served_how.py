@@ -10,6 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.checkpoints.whisper_checkpoint import WHISPER_CONFIG
+from tests.gpu_worker.checkpoint.published_configs import CONFIGS as PUBLISHED
+from tests.gpu_worker.checkpoint.published_configs import LLAMA_4_SCOUT
 from tests.parity.vision_checkpoints import BY_MODULES, CONFIGS
 from tokenloom.engine_core.data.config import (
     CacheConfig,
@@ -22,6 +24,7 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.gpu_worker.checkpoint import module_types as module
+from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES, AttentionLibrary
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.checkpoint.module_types import transformers_types
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
@@ -191,6 +194,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "float16"}, "dtype float16 is computed on a GPU only: choose bfloat16 or float32"),
     "quantization": ({"quantization": "fp8"}, "quantization fp8 is computed on a GPU only: choose int8-dynamic"),
     "KV cache": ({"cache": CacheConfig(dtype="fp8")}, "kv_cache_dtype fp8 is read on a GPU only: choose int8"),
+    "library of attention": (
+        {"attention_backend": "flashinfer"},
+        "attention_backend flashinfer computes on a GPU only: choose auto",
+    ),
     "context": ({"max_model_len": 65}, "max_model_len 65: the model's context has 64 tokens: give at most that"),
     "workers": (
         {"parallel": ParallelConfig(tensor_parallel_size=3)},
@@ -227,6 +234,55 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
     options, reason = OPTIONS[name]
     with pytest.raises(ValueError, match=reason):
         answer(tmp_path, LLAMA, **options)
+
+
+WIDE = LLAMA | {"head_dim": 64, "dtype": "bfloat16"}
+LIBRARY: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "dtype": ("flashinfer", WIDE, {"dtype": "float32"}, "it computes in float16 and bfloat16, not in float32"),
+    "heads": ("flashinfer", WIDE | {"head_dim": 96}, {}, "it has heads of 64, 128, 256, not of 96"),
+    "large heads": ("flash-attn", WIDE | {"head_dim": 256}, {}, "it has heads of 64, 96, 128, not of 256"),
+    "cache": ("flash-attn", WIDE, {"cache": CacheConfig(dtype="fp8")}, "it does not read kv_cache_dtype fp8"),
+    "blocks": ("flash-attn", WIDE, {"cache": CacheConfig(block_size=64)}, "its blocks have at most 32 tokens, not 64"),
+    "chunks": ("flash-attn", LLAMA_4_SCOUT, {"language_model_only": True}, "it knows layers of one shape only"),
+    "compressed vectors": ("flashinfer", PUBLISHED["deepseek-ai/DeepSeek-V3"], {}, "it reads no compressed vectors"),
+    "modules": ("flash-attn", WIDE, {"model_impl": "transformers"}, "transformers' modules choose the scores"),
+    "sinks": ("flashinfer", PUBLISHED["openai/gpt-oss-20b"], {}, "it knows no sinks"),
+    "a context in parts": (
+        "flashinfer",
+        WIDE,
+        {"parallel": ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2)},
+        "no part of a context is computed by it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_what_a_library_of_attention_lacks_is_named(tmp_path: Path, name: str, monkeypatch) -> None:
+    library, entries, options, reason = LIBRARY[name]
+    monkeypatch.setattr(AttentionLibrary, "is_installed", True)
+    with pytest.raises(ValueError, match=f"attention_backend {library}: {reason}.*; choose auto"):
+        answer(tmp_path, entries, has_gpu=True, attention_backend=library, **options)
+
+
+def test_libraries_compute_no_layers_of_drafts(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(AttentionLibrary, "is_installed", True)
+    draft = str(write(tmp_path / "draft", WIDE))
+    speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=2, model=draft)
+    with pytest.raises(ValueError, match="flash-attn: the layers of drafts are not computed by it yet: choose auto"):
+        answer(tmp_path, WIDE, has_gpu=True, attention_backend="flash-attn", speculative=speculative)
+    lookup = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    assert answer(tmp_path, WIDE, has_gpu=True, attention_backend="flash-attn", speculative=lookup).by == "built in"
+
+
+def test_libraries_compute_what_they_know(tmp_path: Path, monkeypatch) -> None:
+    for library in LIBRARIES:
+        with pytest.raises(ValueError, match=f"{library}: .* is not installed: choose auto, or install {library}"):
+            answer(tmp_path, WIDE, has_gpu=True, attention_backend=library)
+    monkeypatch.setattr(AttentionLibrary, "is_installed", True)
+    for library in LIBRARIES:
+        assert answer(tmp_path, WIDE, has_gpu=True, attention_backend=library).by == "built in"
+    cache = CacheConfig(dtype="fp8", block_size=128)
+    assert answer(tmp_path, WIDE, has_gpu=True, attention_backend="flashinfer", cache=cache).by == "built in"
 
 
 @pytest.mark.parametrize("name", ["BertModel", "LlamaForSequenceClassification", "Qwen3Model"])

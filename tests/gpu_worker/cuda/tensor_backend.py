@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.gpu_worker.attention.attention_backend import AttentionPlan, KVCache, ScoreRule
-from tokenloom.gpu_worker.attention.triton_backend import PlanTensors, ProgramShape, TritonBackend
+from tokenloom.gpu_worker.attention.attention_backend import AttentionPlan, KVCache, PlanTensors, ScoreRule
+from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 
 
 class TensorBackend(TritonBackend):
@@ -16,7 +16,9 @@ class TensorBackend(TritonBackend):
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         return super().allocate(num_blocks + 1, memory)
 
-    def plan_of(self, tensors: PlanTensors, shape: ProgramShape, num_wide: int) -> AttentionPlan:
+    def plan_of(
+        self, tensors: PlanTensors, most_queries: int, num_wide: int, *, in_graph: bool = False
+    ) -> AttentionPlan:
         return TensorPlan(tensors, self.block_size)
 
 

@@ -142,3 +142,13 @@ def test_the_name_of_the_gpu_is_one_word_of_the_numerics(gpu):
 def test_what_keeps_blocks_outside_of_the_pool_is_refused_at_start(gpu, kv, words):
     with pytest.raises(ValueError, match=words):
         check_device(EngineConfig(kv=kv), CUDAPlatform(0.9))
+
+
+@pytest.mark.parametrize(("name", "capability"), [("flashinfer", (7, 5)), ("flash-attn", (8, 9))])
+def test_a_gpu_that_a_library_of_attention_does_not_know_is_refused_at_start(gpu, name, capability, monkeypatch):
+    config = EngineConfig(worker=WorkerConfig(attention_backend=name))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(ValueError, match=f"attention_backend {name} needs a GPU of compute capability [89].0 or more"):
+        check_device(config, CUDAPlatform(0.9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_device(config, CUDAPlatform(0.9))

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.checkpoint.quantization.formats import Quantize
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.checkpoint.quantization.fp8 import PackedFloats
+from tokenloom.gpu_worker.checkpoint.quantization.small_floats import PackedFloats
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.layers.fp8_linear import WidenedLinear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear

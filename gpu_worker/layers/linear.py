@@ -14,6 +14,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.files.quantized_weight import (
     Float4Weight,
+    FloatWeight,
     PackedFloats4,
     PackedWeight,
     QuantizedWeight,
@@ -322,7 +323,7 @@ def make_packed(
     cuts = [each.shape for each in packed] if cuts is None else cuts
     partial = join.bias(bias, cuts[0][1])
     if device.type != "cpu":  # the kernels would read the device's addresses as the host's
-        return _make_fp8(packed, partial, device, cuts)
+        return _make_fp8(packed, partial, device, cuts) or _make_grouped(packed, partial, device, cuts)
     floats = [(each.floats(), cut) for each, cut in zip(packed, cuts, strict=True) if isinstance(each, PackedFloats)]
     weights = [each.part(*cut) for each, cut in floats if each is not None]
     try:
@@ -355,6 +356,39 @@ def _make_fp8(
     if not can_round(values):
         return None
     return Fp8Linear(values.to(device).view(torch.float8_e4m3fn), bias, scales.to(device))
+
+
+def _make_grouped(
+    packed: Sequence[PackedWeight], bias: Tensor | None, device: torch.device, cuts: Sequence[Cut]
+) -> Linear | None:
+    """Make a layer of 4-bit integers or 8-bit floats in groups, as they are stored, for a GPU; None: it has no kernel
+    for them."""
+    if not uses_triton(device):
+        return None
+    from .triton_linear import GroupedLinear
+
+    weight: FloatWeight | QuantizedWeight | None = _merge_floats(packed, cuts)
+    if weight is not None and not computes_fp8(device):
+        return None
+    groups = {each.group for each in packed}
+    if weight is None and len(groups) == 1 and None not in groups and all(each.bits == 4 for each in packed):
+        weight = _merge_quantized([each.quantized().part(*cut) for each, cut in zip(packed, cuts, strict=True)])
+    try:
+        return None if weight is None else GroupedLinear(weight, bias, device)
+    except KernelsUnavailable as error:
+        warn_unavailable(f"quantized layers are unpacked at load: {error}")
+        return None
+
+
+def _merge_floats(packed: Sequence[PackedWeight], cuts: Sequence[Cut]) -> FloatWeight | None:
+    """Return weights of 8-bit floats whose outputs follow each other as one; None: they are others, or differ in their
+    groups."""
+    floats = [(each.floats(), cut) for each, cut in zip(packed, cuts, strict=True) if isinstance(each, PackedFloats)]
+    parts = [each.part(*cut) for each, cut in floats if each is not None]
+    if len(parts) < len(packed) or len({(each.group, each.scales.shape[1]) for each in parts}) > 1:
+        return None
+    values = _merge([each.values.view(torch.uint8) for each in parts]).view(parts[0].values.dtype)  # joined as bytes
+    return FloatWeight(values, _merge([each.scales for each in parts]), parts[0].group)
 
 
 def _make_by_row(packed: Sequence[PackedWeight], bias: Tensor | None, cuts: Sequence[Cut], join: Join) -> Linear | None:

@@ -1,6 +1,7 @@
-"""Computes linear layers on a GPU: few rows with a Triton kernel that streams the weights, more rows with cuBLAS, and
-the experts of a layer with two grouped products, whatever the router chose."""
+"""Computes linear layers on a GPU: few rows with a Triton kernel that streams the weights, more rows with cuBLAS, 4-bit
+integers as they are packed, and the experts of a layer with two grouped products, whatever the router chose."""
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,17 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
 from ..checkpoint.layer_state import LayerState, check_state, present, shapes_of
 from ..checkpoint.weights import Linear
+from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.products import (
     MOST_ROWS,
     few_rows,
     grouped_product,
     mix_places,
+    packed_product,
     place_rows,
     rank_rows,
     route,
+    unpack,
 )
 from ..kernels.triton.rows import round_rows
 from .norm import RowNorm
@@ -84,6 +89,133 @@ class TritonLinear:
     def stored(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return weight, scales and bias, as :func:`multiply_few` takes them."""
         return self._weight, None, self._bias
+
+
+class GroupedLinear:
+    """Fulfils :class:`.Linear` on a GPU with 4-bit integers, which stay packed, or 8-bit floats, of which groups of
+    inputs share a scale. Products of up to 256 rows read them as they are; for more rows they are written out in the
+    rows' dtype, which takes a few percent of the time of the product by cuBLAS."""
+
+    def __init__(self, weight: QuantizedWeight | FloatWeight, bias: Tensor | None, device: torch.device) -> None:
+        """``weight``: integers from -8 to 7, or floats, on the host. Raises :class:`KernelsUnavailable` for groups or
+        inputs that the kernels do not divide."""
+        self._outputs, self._inputs = weight.values.shape
+        self._group, self._half = weight.group, _half_of(self._inputs, weight.group)
+        self._is_packed = isinstance(weight, QuantizedWeight)
+        offsets = weight.offsets if isinstance(weight, QuantizedWeight) else None
+        self._weight = (pack_halves(weight.values, self._half) if self._is_packed else weight.values).to(device)
+        self._scales = weight.scales.t().contiguous().to(device)
+        self._offsets = None if offsets is None else offsets.t().contiguous().to(device)
+        self._bias = bias
+        self._splits = _splits(self._outputs, self._inputs, self._half)
+        num_tiles = -(-self._outputs // _GROUPED_COLUMNS) * (_MOST_GROUPED_ROWS // _GROUPED_ROWS)
+        self._arrived = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if len(x) > _MOST_GROUPED_ROWS:
+            return TritonLinear(self._written_out(x.dtype), self._bias)(x, dtype)
+        x, outputs = x.contiguous(), self._outputs
+        rows = 16 if len(x) <= 16 else _GROUPED_ROWS
+        out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
+        partial = out
+        if self._splits > 1:
+            partial = torch.empty(self._splits, len(x), outputs, dtype=torch.float32, device=x.device)
+        launch(
+            packed_product,
+            (-(-outputs // _GROUPED_COLUMNS), self._splits, -(-len(x) // rows)),
+            x,
+            self._weight,
+            self._scales,
+            self._scales if self._offsets is None else self._offsets,
+            x if self._bias is None else self._bias,
+            out,
+            partial,
+            self._arrived,
+            len(x),
+            self._inputs,
+            outputs,
+            self._group,
+            IS_PACKED=self._is_packed,
+            HAS_OFFSETS=self._offsets is not None,
+            HAS_BIAS=self._bias is not None,
+            EVEN=outputs % _GROUPED_COLUMNS == 0,
+            SPLITS=self._splits,
+            HALF=self._half,
+            ROWS=rows,
+            COLUMNS=_GROUPED_COLUMNS,
+            num_warps=4 if rows == 16 else 8,
+            num_stages=4 if rows == 16 else 3,
+        )
+        return out
+
+    def _written_out(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in ``dtype``."""
+        out = torch.empty(self._outputs, self._inputs, dtype=dtype, device=self._weight.device)
+        launch(
+            unpack,
+            (-(-self._outputs // _UNPACKED), self._inputs // (2 * self._half)),
+            self._weight,
+            self._scales,
+            self._scales if self._offsets is None else self._offsets,
+            out,
+            self._inputs,
+            self._outputs,
+            self._group,
+            IS_PACKED=self._is_packed,
+            HAS_OFFSETS=self._offsets is not None,
+            HALF=self._half,
+            COLUMNS=_UNPACKED,
+            num_warps=4,
+        )
+        return out
+
+    def state(self) -> LayerState:
+        tensors = [self._weight.view(torch.uint8), self._scales, *present(self._offsets, self._bias)]
+        return LayerState(tensors, [self._group, self._offsets is not None])
+
+    def with_state(self, state: LayerState) -> Linear:
+        check_state(state, shapes_of(self.state().tensors), 2)
+        if state.numbers != self.state().numbers:
+            raise ValueError(f"a weight in groups of {state.numbers[0]} for a layer in groups of {self._group}")
+        other, tensors = copy.copy(self), [each.to(self._weight.device) for each in state.tensors]
+        other._weight, other._scales = tensors[0].view(self._weight.dtype), tensors[1]
+        other._offsets = None if self._offsets is None else tensors[2]
+        other._bias = None if self._bias is None else tensors[-1]
+        return other
+
+    def take(self, other: Linear) -> Linear:
+        return other
+
+
+_GROUPED_COLUMNS = 64
+_GROUPED_ROWS = 64
+_MOST_GROUPED_ROWS = 256
+"""Above, the product waits for the tensor cores and not for the weights, of which it reads four times as many bytes."""
+_UNPACKED = 32
+_GROUPED_PROGRAMS = 264
+"""Two for each multiprocessor of an H100."""
+
+
+def _half_of(inputs: int, group: int) -> int:
+    """Return how many inputs, which share a scale, a program multiplies at a time; there are two halves."""
+    for half in (128, 64, 32, 16):
+        if (group % half == 0 or group == inputs) and inputs % (2 * half) == 0:
+            return half
+    raise KernelsUnavailable(f"a weight of {inputs} inputs in groups of {group}")
+
+
+def _splits(outputs: int, inputs: int, half: int) -> int:
+    """Return into how many parts the inputs are divided, so that all multiprocessors read weights of few rows."""
+    tiles, blocks = -(-outputs // _GROUPED_COLUMNS), inputs // (2 * half)
+    return max(1, min(8, blocks // 2, _GROUPED_PROGRAMS // tiles))
+
+
+def pack_halves(values: Tensor, half: int) -> Tensor:
+    """Return [out, in] int8 from -8 to 7 as [out, in / 2] uint8, as ``kernels.triton.products.packed_product`` reads
+    them."""
+    outputs, inputs = values.shape
+    codes = (values + 8).view(torch.uint8).view(outputs, inputs // (2 * half), 2, half)
+    return (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(outputs, inputs // 2)
 
 
 def are_few(x: Tensor) -> bool:

@@ -12,8 +12,7 @@ from ..checkpoint.weights import Linear
 from ..kernels.triton import states as kernels
 from ..kernels.triton.kv_cache import rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2
-from ..kernels.triton.products import gate
-from ..kernels.triton.rows import add_norm
+from ..kernels.triton.rows import add_norm, gate
 from ..layers.fp8_linear import Fp8Linear
 from ..layers.triton_linear import KINDS, TritonLinear, are_few, multiply_few
 from .ops import HeadNorm, Layer, LayerParts, Rotation

@@ -18,11 +18,18 @@ from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
 from tokenloom.gpu_worker.attention.library_backends import make_library_backend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.cuda.row_kernels import copy_pool_blocks, pool_words
 from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
-from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear, multiply_few, round_rows_at_once
+from tokenloom.gpu_worker.layers.triton_linear import (
+    GroupedLinear,
+    TritonExperts,
+    TritonLinear,
+    multiply_few,
+    round_rows_at_once,
+)
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
@@ -133,6 +140,21 @@ def _products(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
+def _products_of_4_bits(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+    wrong = []
+    for count, inputs, outputs, group in target.pick(
+        ((1, 4096, 6144, 128), (16, 14336, 4096, 128), (200, 4096, 4096, 32), (300, 4096, 1024, 64)),
+        ((2, 128, 64, 64),),
+    ):
+        values = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8, device=target.device)
+        scales, offsets = (_random(target, torch.float32, outputs, inputs // group) / 64 for _ in range(2))
+        weight, x = QuantizedWeight(values, scales, offsets, group), _random(target, dtype, count, inputs)
+        found = GroupedLinear(weight, None, target.device)(x)
+        expected = F.linear(x.double(), weight.dequantize().double())
+        wrong += _compare(rows, f"product of 4 bits {count} x {inputs} x {outputs}", dtype, found, expected)
+    return wrong
+
+
 def _layer(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     wrong = []
     size, inner = target.pick((4096, 14336), (64, 96))
@@ -229,6 +251,7 @@ PARTS: dict[str, Callable[[Rows, Target, torch.dtype], list[str]]] = {
     "attention": _attention,
     "attention, fp8 KV": _attention_of_fp8,
     "attention of libraries": _attention_of_libraries,
+    "products of 4 bits": _products_of_4_bits,
     "fp8": _eight_bits,
     "experts": _experts,
     "products": _products,

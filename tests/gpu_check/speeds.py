@@ -15,9 +15,10 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.library_backends import make_library_backend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear
-from tokenloom.gpu_worker.layers.triton_linear import TritonLinear, multiply_few
+from tokenloom.gpu_worker.layers.triton_linear import GroupedLinear, TritonLinear, multiply_few
 
 _BLOCK = 16
 _FP8_KV = torch.float8_e4m3fn
@@ -111,6 +112,8 @@ def _product(rows: Rows, target: Target, count: int, inputs: int, outputs: int) 
         ways["Triton, fp8"] = [lambda x, pair=pair: multiply_few(x, *pair, None) for pair in rounded]
     elif target.has_gpu:
         ways["fp8"] = [Fp8Linear(weight) for weight in weights]
+    if inputs % (2 * _GROUP) == 0:
+        ways["4 bits"] = [_of_4_bits(target, outputs, inputs) for _ in range(target.turns(outputs * inputs // 2))]
     found = {}
     for name, layers in ways.items():
         what, calls = f"product {count} x {inputs} x {outputs}, {name}", target.pick(2, 1)
@@ -118,11 +121,26 @@ def _product(rows: Rows, target: Target, count: int, inputs: int, outputs: int) 
         if ms is None:
             continue
         ms = found[name] = ms / len(layers)
-        width = 1 if "fp8" in name else weights[0].itemsize
+        width = 0.5 if name == "4 bits" else 1 if "fp8" in name else weights[0].itemsize
         speed, rate = inputs * outputs * width / ms / 1e6, 2 * count * inputs * outputs / ms / 1e9
         share = _share(rows, READ, "gb_per_s", speed) if count <= 64 else _share(rows, PRODUCT, "tflop_per_s", rate)
         rows.add(what, us=ms * 1e3, gb_per_s=speed, tflop_per_s=rate, **share)
-    _winner(rows, f"product {count} x {inputs} x {outputs}", {k: v for k, v in found.items() if "fp8" not in k})
+    _winner(
+        rows,
+        f"product {count} x {inputs} x {outputs}",
+        {k: v for k, v in found.items() if "fp8" not in k and k != "4 bits"},
+    )
+
+
+_GROUP = 128
+
+
+def _of_4_bits(target: Target, outputs: int, inputs: int) -> GroupedLinear:
+    device = target.device
+    values = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8, device=device)
+    return GroupedLinear(
+        QuantizedWeight(values, torch.rand(outputs, inputs // _GROUP, device=device), None, _GROUP), None, device
+    )
 
 
 def _ms(rows: Rows, target: Target, name: str, run: Callable[[], object], calls: int) -> float | None:

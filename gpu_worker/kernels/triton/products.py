@@ -1,4 +1,4 @@
-"""Multiplies rows by matrices, and computes the activations that gates have, in float32.
+"""Multiplies rows by matrices, in float32.
 
 The first product is of at most 16 rows: what a decode step of few requests does, limited by reading the weights. Each
 program streams the weights of a few outputs through shared memory once, at 16 bytes a load. Up to 16 rows cost the
@@ -9,43 +9,14 @@ The second multiplies rows by the matrices of their experts: one launch for all 
 places of the rows are sorted by expert and padded so that each tile belongs to one expert (as in vLLM's fused experts).
 Sizes depend on how many rows there are alone, so nothing waits for the router's choice on the host. A layer of experts
 is ``route``, ``rank_rows``, ``place_rows``, two products and ``mix_places``.
+
+The third multiplies rows by a matrix of 4-bit integers, or of 8-bit floats, in groups of inputs that share a scale.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def activate(x, KIND: tl.constexpr):
-    """Return the activation of float32 ``x``. KIND: "silu", "gelu" (exact), "gelu_tanh" or "relu"."""
-    if KIND == "silu":
-        return x / (1.0 + tl.exp(-x))
-    elif KIND == "gelu_tanh":
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
-    elif KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        tl.static_assert(KIND == "relu", "there are silu, gelu, gelu_tanh and relu")
-        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def gate(gate_up, out, size, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """Compute ``out`` = activation(gate) * up for WIDTH columns of one row, rounding where PyTorch's operations do.
-
-    Grid: (rows, size / WIDTH, rounded up). gate_up: [rows, 2 * size], all gates of a row before its ups; out:
-    [rows, size].
-    """
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    is_column = columns < size
-    at = row * 2 * size + columns
-    gates = tl.load(gate_up + at, mask=is_column, other=0.0)
-    ups = tl.load(gate_up + at + size, mask=is_column, other=0.0).to(tl.float32)
-    active = activate(gates.to(tl.float32), KIND).to(gates.dtype).to(tl.float32)
-    tl.store(out + row * size + columns, (active * ups).to(gates.dtype), mask=is_column)
-
+from .rows import activate
 
 MOST_ROWS = 16
 
@@ -362,3 +333,145 @@ def mix_places(results, weights, out, per_token, size, WIDTH: tl.constexpr):
         part = tl.load(results + row * size + columns, mask=is_column, other=0.0).to(tl.float32)
         found += part * tl.load(weights + row)
     tl.store(out + token * size + columns, found.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def packed_product(
+    x,
+    weight,
+    scales,
+    offsets,
+    bias,
+    out,
+    partial,
+    arrived,
+    num_rows,
+    inputs,
+    outputs,
+    group,
+    IS_PACKED: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute a part of the inputs' products for COLUMNS outputs of ROWS rows.
+
+    Grid: (outputs / COLUMNS, rounded up, SPLITS, num_rows / ROWS, rounded up). The program of a tile that is done last
+    adds up the parts, always in the same order.
+
+    Args:
+        x: [num_rows, inputs].
+        weight: [outputs, inputs / 2] uint8 if IS_PACKED: of each 2 * HALF inputs the first HALF in the lower four bits
+            of HALF bytes, the others in the upper ones, so that no two numbers of a byte have to be put next to each
+            other. A number is 8 more than the integer that it stands for. Otherwise [outputs, inputs] 8-bit floats.
+        scales: [inputs / group, rounded up, outputs] float32, factors on the numbers; HALF divides ``group``.
+        offsets: The same shape, added to a weight, read if HAS_OFFSETS.
+        bias: [outputs], read if HAS_BIAS.
+        out: [num_rows, outputs].
+        partial: [SPLITS, num_rows, outputs] float32. Written, as ``arrived``, if there are several splits.
+        arrived: [tiles of outputs * tiles of rows] int32, zeros, which it leaves.
+        EVEN: Whether COLUMNS divides ``outputs``.
+    """
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    columns, rows = tile * COLUMNS + tl.arange(0, COLUMNS), row_tile * ROWS + tl.arange(0, ROWS)
+    half = tl.arange(0, HALF)
+    is_row, is_column = rows < num_rows, columns < outputs
+    at_x = rows.to(tl.int64)[:, None] * inputs + half[None, :]
+    at_weight = columns.to(tl.int64)[:, None] * (inputs // 2 if IS_PACKED else inputs) + half[None, :]
+    # Transposed: the tensor cores take the first factor from registers, where the integers are made.
+    parts = tl.zeros([COLUMNS, ROWS], tl.float32)
+    num_blocks = inputs // (2 * HALF)
+    per_split = tl.cdiv(num_blocks, SPLITS)
+    for block in tl.range(split * per_split, tl.minimum((split + 1) * per_split, num_blocks)):
+        begin = 2 * HALF * block
+        low_x = tl.load(x + at_x + begin, mask=is_row[:, None], other=0.0)
+        high_x = tl.load(x + at_x + begin + HALF, mask=is_row[:, None], other=0.0)
+        if IS_PACKED:
+            codes = _numbers(weight + at_weight + HALF * block, is_column, EVEN)
+            low = ((codes & 15).to(tl.int8) - 8).to(x.dtype.element_ty)
+            high = ((codes >> 4).to(tl.int8) - 8).to(x.dtype.element_ty)
+        else:
+            low = _numbers(weight + at_weight + begin, is_column, EVEN).to(x.dtype.element_ty)
+            high = _numbers(weight + at_weight + begin + HALF, is_column, EVEN).to(x.dtype.element_ty)
+        at_low, at_high = begin // group * outputs + columns, (begin + HALF) // group * outputs + columns
+        # The numbers are exact in every dtype. Scaling what is found costs ROWS numbers for each output, scaling the
+        # weight HALF of them, which would be rounded in addition.
+        parts += tl.dot(low, tl.trans(low_x), input_precision="ieee") * _column_of(scales, at_low, is_column)
+        parts += tl.dot(high, tl.trans(high_x), input_precision="ieee") * _column_of(scales, at_high, is_column)
+        if HAS_OFFSETS:
+            parts += tl.sum(low_x.to(tl.float32), 1)[None, :] * _column_of(offsets, at_low, is_column)
+            parts += tl.sum(high_x.to(tl.float32), 1)[None, :] * _column_of(offsets, at_high, is_column)
+
+    found = tl.trans(parts)
+    at = rows.to(tl.int64)[:, None] * outputs + columns[None, :]
+    is_result = is_row[:, None] & is_column[None, :]
+    if SPLITS > 1:
+        size = num_rows.to(tl.int64) * outputs
+        tl.store(partial + split * size + at, found, mask=is_result)
+        # All threads have written before one says so, and who finds the number of the others sees their results.
+        tl.debug_barrier()
+        own = arrived + row_tile * tl.num_programs(0) + tile
+        is_last = tl.atomic_add(own, 1) == SPLITS - 1
+        is_result = is_result & is_last
+        found = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for other in tl.range(0, tl.where(is_last, SPLITS, 0)):
+            found += tl.load(partial + other * size + at, mask=is_result, other=0.0)
+        tl.store(own, 0, mask=is_last)
+    if HAS_BIAS:
+        found += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=is_result)
+
+
+@triton.jit
+def _numbers(at, is_column, EVEN: tl.constexpr):
+    if EVEN:
+        found = tl.load(at, eviction_policy="evict_first")
+    else:
+        found = tl.load(at, mask=is_column[:, None], other=0.0)
+    return found
+
+
+@triton.jit
+def _column_of(numbers, at, is_column):
+    return tl.load(numbers + at, mask=is_column, other=0.0)[:, None]
+
+
+@triton.jit
+def unpack(
+    weight,
+    scales,
+    offsets,
+    out,
+    inputs,
+    outputs,
+    group,
+    IS_PACKED: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write 2 * HALF inputs of COLUMNS outputs of the weight that :func:`packed_product` reads to ``out`` [outputs,
+    inputs], rounded once.
+
+    Grid: (outputs / COLUMNS, rounded up, inputs / (2 * HALF)).
+    """
+    columns, block = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
+    half, is_column = tl.arange(0, HALF), columns < outputs
+    for part in tl.static_range(2):
+        begin = 2 * HALF * block + HALF * part
+        to = columns.to(tl.int64)[:, None] * inputs + begin + half[None, :]
+        if IS_PACKED:
+            at = columns.to(tl.int64)[:, None] * (inputs // 2) + half[None, :] + HALF * block
+            codes = tl.load(weight + at, mask=is_column[:, None], other=0)
+            numbers = (((codes >> 4 * part) & 15).to(tl.int32) - 8).to(tl.float32)
+        else:
+            numbers = tl.load(weight + to, mask=is_column[:, None], other=0.0).to(tl.float32)
+        at_scale = begin // group * outputs + columns
+        numbers *= tl.load(scales + at_scale, mask=is_column, other=0.0)[:, None]
+        if HAS_OFFSETS:
+            numbers += tl.load(offsets + at_scale, mask=is_column, other=0.0)[:, None]
+        tl.store(out + to, numbers.to(out.dtype.element_ty), mask=is_column[:, None])

@@ -1,7 +1,7 @@
 """Whole models on a device whose tensors no kernel of the host may read: PyTorch computes what the host computes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, Speculat
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.layers import linear
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
+from tokenloom.gpu_worker.layers import linear, triton_linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
@@ -88,6 +89,55 @@ def test_stored_8_bit_floats_stay_so_on_a_gpu_that_multiplies_them(
     assert len(made) == (4 * num_layers if stay else 0), "QKV, output, gates and up, down"
     assert all(layer.stored[0].element_size() == 1 and layer.stored[0].device == CUDA for layer in made)
     assert (found - expected).norm() / expected.norm() < (0.1 if stay else 0.02)
+
+
+class KeptGroups:
+    """Stands in for ``GroupedLinear``, whose kernels read no such tensors: notes what it gets, and multiplies."""
+
+    made: ClassVar[list[tuple[QuantizedWeight | FloatWeight, torch.device]]] = []
+
+    def __init__(self, weight: QuantizedWeight | FloatWeight, bias: Tensor | None, device: torch.device) -> None:
+        self.made.append((weight, device))
+        if isinstance(weight, FloatWeight):
+            groups = torch.arange(weight.values.shape[1]) // weight.group
+            plain = weight.values.float() * weight.scales[:, groups]
+        else:
+            plain = weight.dequantize()
+        self._plain = linear.PlainLinear(plain.bfloat16().to(device), bias)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return self._plain(x, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "stay"),
+    [
+        ("gptq", True),
+        ("gptq, zero points", True),
+        ("gptq, 8 bits, one group", False),
+        ("gptq, order of activations", False),
+        ("awq", True),
+        ("w4a16", True),
+        ("w4a16, zero points", True),
+        ("w8a8", False),
+        ("compressed fp8, by block", True),
+        ("fp8, by block", True),
+    ],
+)
+def test_stored_groups_stay_so_on_a_gpu_with_triton(
+    name: str, stay: bool, tmp_path: Path, on_cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeptGroups, "made", [])
+    monkeypatch.setattr(linear, "uses_triton", lambda device: device.type == "cuda")
+    monkeypatch.setattr(linear, "computes_fp8", lambda device: True)
+    monkeypatch.setattr(triton_linear, "GroupedLinear", KeptGroups)
+    monkeypatch.setattr(triton_linear, "TritonLinear", linear.PlainLinear)
+    quantized, plain = formats.write(tmp_path / "model", *FORMATS[name])
+    found, expected = compute(quantized, on_cuda).cpu(), compute(plain, CPU)
+    num_layers = load_model(plain, "bfloat16", CPU, make_ops("torch", CPU)).config.num_layers
+    assert len(KeptGroups.made) == (4 * num_layers if stay else 0), "QKV, output, gates and up, down"
+    assert all(weight.values.device == CPU and device == CUDA for weight, device in KeptGroups.made)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.15)
 
 
 def test_inputs_that_a_checkpoint_does_not_round_are_not_rounded(

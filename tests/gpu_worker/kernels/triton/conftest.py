@@ -52,7 +52,9 @@ def poisoned(monkeypatch):
     def poison(make):
         def made(*args, **kwargs):
             tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(1 << 20))
+            if tensor.is_floating_point():
+                return tensor.fill_(float("nan"))
+            return tensor.fill_(0xA5 if tensor.dtype == torch.uint8 else -(1 << 20))
 
         return made
 

@@ -30,13 +30,14 @@ from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.states import StatePlan
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
 from tokenloom.gpu_worker.cuda import row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.norm import RowNorm
-from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, TritonExperts, TritonLinear
+from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, GroupedLinear, TritonExperts, TritonLinear
 from tokenloom.gpu_worker.lora.adapted_linear import GroupedChanges
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
@@ -57,6 +58,7 @@ _TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _LAUNCHERS = (
@@ -202,6 +204,18 @@ def fp8_product(rows: int, outputs: int, inputs: int, kind: str = "none") -> Non
     triton_linear.multiply_few(_empty(rows, inputs), weight, scales, None, kind)
 
 
+def packed_product(rows: int, outputs: int, inputs: int, group: int = 128, *, has_offsets: bool = False) -> None:
+    floats = partial(_empty, outputs, inputs // group, dtype=torch.float32)
+    values = _empty(outputs, inputs, dtype=torch.int8)
+    weight = QuantizedWeight(values, floats(), floats() if has_offsets else None, group)
+    GroupedLinear(weight, None, META)(_empty(rows, inputs))
+
+
+def fp8_blocks(rows: int, outputs: int, inputs: int) -> None:
+    weight = FloatWeight(_empty(outputs, inputs, dtype=FP8), _empty(outputs, inputs // 128, dtype=torch.float32), 128)
+    GroupedLinear(weight, None, META)(_empty(rows, inputs))
+
+
 def sampling() -> None:
     columns = [_empty(128, dtype=torch.float64) for _ in range(4)]
     rows = _empty(128, dtype=torch.int32), _empty(128, dtype=torch.int64)
@@ -298,6 +312,14 @@ CASES: dict[str, Callable[[], object]] = {
     "rotation, fp8 KV": lambda: rotation(FP8),
     "fp8 product": lambda: fp8_product(1, 4096, 14336),
     "fp8 product with gates": lambda: fp8_product(8, 2 * 14336, 4096, "silu"),
+    "4-bit product": lambda: packed_product(1, 4096, 14336),
+    "4-bit product with offsets": lambda: packed_product(16, 6144, 4096, has_offsets=True),
+    "4-bit product in groups of 32": lambda: packed_product(16, 28672, 4096, 32),
+    "4-bit product of many rows": lambda: packed_product(256, 28672, 4096),
+    "4-bit weight written out": lambda: packed_product(300, 4096, 4096, has_offsets=True),
+    "fp8 product by blocks": lambda: fp8_blocks(16, 4096, 14336),
+    "fp8 product of many rows by blocks": lambda: fp8_blocks(256, 28672, 4096),
+    "fp8 weight written out": lambda: fp8_blocks(300, 4096, 4096),
     "few rows of fp8 experts": lambda: fp8_experts(4),
     "many rows of fp8 experts": lambda: fp8_experts(512),
     "rounding rows": lambda: triton_linear.round_rows_at_once(_empty(512, 4096)),

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+# Weights of 4 and 8 bits that become the first factor in registers come 8 bytes at a time, a thread's part of it.
 CASES = {
     "decode": {"loads": "LDGSTS.128", "products": "HMMA"},
     "split decode": {"loads": "LDGSTS.128", "products": "HMMA"},
@@ -33,6 +34,14 @@ CASES = {
     "rotation, fp8 KV": {},
     "fp8 product": {"loads": "LDGSTS.128", "products": "HMMA"},
     "fp8 product with gates": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "4-bit product": {"loads": "LDGSTS.64", "products": "HGMMA"},
+    "4-bit product with offsets": {"loads": "LDGSTS.64", "products": "HGMMA"},
+    "4-bit product in groups of 32": {"loads": "LDGSTS.64", "products": "HGMMA"},
+    "4-bit product of many rows": {"loads": "LDGSTS.64", "products": "HGMMA"},
+    "4-bit weight written out": {},
+    "fp8 product by blocks": {"loads": "LDGSTS.64", "products": "HGMMA"},
+    "fp8 product of many rows by blocks": {"loads": "LDGSTS.64", "products": "HGMMA"},
+    "fp8 weight written out": {},
     "few rows of fp8 experts": {"loads": "LDGSTS.128", "products": "HMMA"},
     "many rows of fp8 experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "rounding rows": {},
@@ -94,7 +103,9 @@ def test_the_next_keys_and_values_are_on_their_way_while_these_are_used(codes, c
 
 @pytest.mark.parametrize("case", [case for case, wanted in CASES.items() if wanted])
 def test_weights_and_kv_are_loaded_16_bytes_at_a_time_and_multiplied_by_tensor_cores(codes, case):
-    streaming = [code for code in codes[case] if code["kernel"] in ("attend", "few_rows", "grouped_product")]
+    streaming = [
+        code for code in codes[case] if code["kernel"] in ("attend", "few_rows", "grouped_product", "packed_product")
+    ]
     assert streaming
     for code in streaming:
         instructions = code["instructions"]

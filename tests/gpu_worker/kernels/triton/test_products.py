@@ -5,12 +5,21 @@ import torch
 import torch.nn.functional as F
 
 from tests.pairwise import pairs
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers.activation import ACTIVATIONS
 from tokenloom.gpu_worker.layers.expert_routes import ExpertRoutes
 from tokenloom.gpu_worker.layers.fp8_linear import round_rows, round_weight
 from tokenloom.gpu_worker.layers.norm import RowNorm, rms_norm
-from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, TritonExperts, TritonLinear, choose_experts
+from tokenloom.gpu_worker.layers.triton_linear import (
+    ExpertTiles,
+    GroupedLinear,
+    TritonExperts,
+    TritonLinear,
+    choose_experts,
+)
+from tokenloom.gpu_worker.parallel.sharding import ShardedDimension
 
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.float16: {"rtol": 5e-3, "atol": 1e-2}}
 
@@ -217,3 +226,96 @@ def test_a_gpu_on_which_cublas_is_faster_leaves_few_rows_to_it(monkeypatch, capa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert triton_linear._most_rows.__wrapped__(torch.device("cuda", 0)) == most
+
+
+def quantized(outputs, inputs, group, *, has_offsets):
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    values = torch.randint(-8, 8, (outputs, inputs), generator=generator).to(torch.int8)
+    values[0, :16] = torch.arange(-8, 8)
+    scales = torch.rand(outputs, inputs // group, generator=generator) / 16
+    return QuantizedWeight(values, scales, torch.randn(scales.shape) / 32 if has_offsets else None, group)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "inputs", "outputs", "group", "has_offsets", "has_bias"),
+    pairs(TOLERANCE, [1, 16, 17, 70, 257], [256, 512, 1024], [64, 50, 130], [32, 128, 256], *[[False, True]] * 2),
+)
+def test_integers_of_4_bits(dtype, rows, inputs, outputs, group, has_offsets, has_bias):
+    """Of few rows in one tile, of more in several, and of many after the weight is written out."""
+    x, weight = random(dtype, rows, inputs), quantized(outputs, inputs, group, has_offsets=has_offsets)
+    bias = random(dtype, outputs) if has_bias else None
+    linear = GroupedLinear(weight, bias, torch.device("cpu"))
+    expected = F.linear(x.double(), weight.dequantize().double(), None if bias is None else bias.double())
+    if rows > 256:  # the weight is rounded to the rows' dtype then
+        expected = F.linear(x.double(), weight.dequantize(dtype).double(), None if bias is None else bias.double())
+    for _ in range(2):  # the counters of what is split are zeros again
+        torch.testing.assert_close(linear(x), expected.to(dtype), **TOLERANCE[dtype])
+    assert linear._weight.numel() * 2 == outputs * inputs, "half a byte each"
+    assert not linear._arrived.any()
+
+
+@pytest.mark.parametrize("rows", [1, 17, 257])
+@pytest.mark.parametrize(("inputs", "group"), [(256, 128), (320, 96), (384, 384)])
+def test_floats_of_8_bits_in_groups(rows, inputs, group):
+    """The last group may be shorter."""
+    x, values = random(torch.float32, rows, inputs), random(torch.float32, 70, inputs).to(torch.float8_e4m3fn)
+    scales = torch.rand(70, -(-inputs // group), generator=torch.Generator().manual_seed(rows)) / 8
+    linear = GroupedLinear(FloatWeight(values, scales, group), None, torch.device("cpu"))
+    expected = F.linear(x, values.float() * scales[:, torch.arange(inputs) // group])
+    torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-4)
+    assert linear._weight.dtype == torch.float8_e4m3fn
+    assert linear.state().tensors[0].dtype == torch.uint8
+    torch.testing.assert_close(linear.with_state(linear.state())(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_a_rank_has_a_part_of_the_inputs(has_offsets):
+    """Which begins and ends within a group."""
+    weight, x = quantized(50, 512, 128, has_offsets=has_offsets), random(torch.float32, 3, 256)
+    part = weight.part(50, ShardedDimension(512, ((96, 352),)))
+    assert part.group == 32
+    found = GroupedLinear(part, None, torch.device("cpu"))(x)
+    torch.testing.assert_close(found, F.linear(x, weight.dequantize()[:, 96:352]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_the_parts_of_a_split_are_added_up(monkeypatch, splits):
+    monkeypatch.setattr(triton_linear, "_splits", lambda *shape: splits)
+    x, weight = random(torch.float32, 20, 1280), quantized(100, 1280, 128, has_offsets=False)
+    found = GroupedLinear(weight, None, torch.device("cpu"))(x)
+    torch.testing.assert_close(found, F.linear(x, weight.dequantize()), rtol=1e-4, atol=1e-4)
+
+
+def test_splits_keep_all_multiprocessors_busy():
+    """Outputs and inputs of the layers of an 8B, in blocks of 256 inputs."""
+    splits = {shape: triton_linear._splits(*shape, 128) for shape in ((4096, 4096), (6144, 4096), (28672, 4096))}
+    assert splits == {(4096, 4096): 4, (6144, 4096): 2, (28672, 4096): 1}
+    assert triton_linear._splits(64, 256, 128) == 1, "a block is not divided"
+
+
+@pytest.mark.parametrize(("inputs", "group", "half"), [(256, 128, 128), (384, 128, 64), (96, 32, 16), (64, 32, 32)])
+def test_halves_share_a_scale(inputs, group, half):
+    linear = GroupedLinear(quantized(3, inputs, group, has_offsets=True), None, torch.device("cpu"))
+    assert linear._half == half
+    x = random(torch.float32, 2, inputs)
+    weight = quantized(3, inputs, group, has_offsets=False)
+    torch.testing.assert_close(
+        GroupedLinear(weight, None, torch.device("cpu"))(x), F.linear(x, weight.dequantize()), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_groups_that_no_kernel_divides_are_refused():
+    with pytest.raises(KernelsUnavailable, match="a weight of 48 inputs in groups of 24"):
+        GroupedLinear(quantized(3, 48, 24, has_offsets=False), None, torch.device("cpu"))
+
+
+def test_new_weights_take_the_place_of_others():
+    one, other = (quantized(40, 256, 64, has_offsets=True) for _ in range(2))
+    other.values.neg_().clamp_(-8, 7)
+    layer = GroupedLinear(one, None, torch.device("cpu"))
+    moved = layer.with_state(GroupedLinear(other, None, torch.device("cpu")).state())
+    x = random(torch.float32, 3, 256)
+    torch.testing.assert_close(moved(x), F.linear(x, other.dequantize()), rtol=1e-4, atol=1e-4)
+    wider = GroupedLinear(quantized(40, 256, 128, has_offsets=True), None, torch.device("cpu"))
+    with pytest.raises(ValueError, match="do not fit a layer"):
+        layer.with_state(wider.state())

@@ -129,6 +129,7 @@ class ModelWorker:
             ranks=self._ranks,
             load_format=config.load_format,
             plugins=self._config.plugins,
+            kv_cache_dtype=self._config.cache.dtype,
         )
         if ":" in loader.model_impl:
             # What no check before the start knows, because only a worker imports the plugin.

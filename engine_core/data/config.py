@@ -222,7 +222,8 @@ class CacheConfig(Struct, frozen=True):
     dtype: Annotated[
         KVCacheDtype,
         "Number format of keys and values; auto: that of the activations; in half the memory of bfloat16 on a GPU fp8: "
-        "8-bit floats (e4m3) without scales, and on a CPU int8: 8 bits, with a scale for each head of each token.",
+        "8-bit floats (e4m3), with the scales of a checkpoint or none, and on a CPU int8: 8 bits, with a scale for "
+        "each head of each token.",
         Meta(
             extra={
                 "name": "kv_cache_dtype",

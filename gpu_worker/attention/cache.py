@@ -1,8 +1,8 @@
 """Allocates the paged KV cache and writes to it; every backend here shares this layout.
 
-A cache of 8-bit floats (e4m3) takes half the memory of bfloat16, without scales, as in vLLM, where a checkpoint brings
-none: what is larger than the format's largest number becomes that number. Keys and values are far below it; each is
-rounded by at most 1 / 16 of itself.
+A cache of 8-bit floats (e4m3) takes half the memory of bfloat16, without scales, but those that a checkpoint may bring
+for all keys, or values, of a layer, by which models divide them. What is larger than the format's largest number
+becomes that number; keys and values are far below it. Each is rounded by at most 1 / 16 of itself.
 
 In an int8 cache each head of each token has a scale of its own, so what a token's elements become depends on that token
 alone: not on its batch, its chunk or the tokens that later fill the block. The C++ kernels round in the same way, bit
@@ -129,7 +129,7 @@ def kv_layout(config: ModelConfig, block_size: int) -> str:
 
     Caches with equal names can exchange blocks.
     """
-    dtype = _NAMES[config.kv_dtype]
+    dtype = _NAMES[config.kv_dtype] + ("-scaled" if config.scales_kv else "")
     states = f"/state/{_NAMES[config.dtype]}+fp32/{config.states.name}" if config.states else ""
     if config.cross_rows:
         states += f"/cross/{config.cross_rows}"

@@ -157,8 +157,9 @@ class DirectorySource:
         self._files = SplitExperts(files, block[0] if block else 1) if splits_experts else files
         self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
-        if scheme:
-            parts |= {name for name in self._files.names if is_kv_scale(name)}
+        self.kv_scales = frozenset(name for name in self._files.names if is_kv_scale(name)) if scheme else frozenset()
+        """The names of scales of a cache of 8-bit floats, which are no weights."""
+        parts |= self.kv_scales
         self.names = frozenset(self._files.names).difference(parts) | self._found.keys()
 
     @property

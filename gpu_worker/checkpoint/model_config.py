@@ -345,7 +345,10 @@ class ModelConfig:
 
     kv_cache_dtype: KVCacheDtype = "auto"
     """``auto``: the KV cache has ``dtype``; ``int8``: 8 bits, with a scale for each head of each token; ``fp8``: floats
-    of 8 bits (e4m3), without scales."""
+    of 8 bits (e4m3); see ``scales_kv``."""
+
+    scales_kv: bool = False
+    """Whether keys and values are divided by numbers of the checkpoint before they become floats of 8 bits."""
 
     @property
     def vocabulary(self) -> Dimension:

@@ -1,5 +1,6 @@
 """Gives models the tensors of a checkpoint, whatever format its files have."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -158,6 +159,13 @@ class WeightSource(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class KVScales(Protocol):
+    """A source that may have scales of keys and values, which are no weights; :meth:`WeightSource.read` reads them."""
+
+    kv_scales: Collection[str]
+
+
 class Checkpoint:
     """Holds an open checkpoint; a context manager.
 
@@ -267,6 +275,25 @@ class Checkpoint:
             return None
         self._count_copied(outputs * inputs * stored.bits // 8)
         return stored
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether the files state by what keys and values are divided in a cache of 8-bit floats."""
+        return isinstance(self._source, KVScales) and bool(self._source.kv_scales)
+
+    def kv_scale(self, prefix: str, kind: str) -> float:
+        """Return by what the keys (``kind`` k) or values (v) of the attention ``prefix`` are divided in a cache of
+        8-bit floats; 1: the files do not say. Raises ``ValueError`` for anything but one positive number."""
+        names = (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale", "kv_scale")
+        known: Collection[str] = self._source.kv_scales if isinstance(self._source, KVScales) else ()
+        found = next((name for each in names if (name := self._stored(f"{prefix}.{each}")) in known), None)
+        if found is None or self.device.type == "meta":
+            return 1.0
+        stored = self._source.read(found, ())
+        scale = float(stored) if isinstance(stored, Tensor) and stored.numel() == 1 else math.nan
+        if not 0.0 < scale < math.inf:
+            raise ValueError(f"{found} must be one positive number, by which keys or values of a layer are divided")
+        return scale
 
     def part(self, name: str, outputs: Dimension, inputs: Dimension) -> LayerPart:
         """Return what adapters see of the layer ``name``, of these outputs and inputs."""

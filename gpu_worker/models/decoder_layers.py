@@ -2,6 +2,7 @@
 :class:`ModelConfig` hold the differences between families."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,24 @@ class Attention:
         self._head_norm = _load_head_norm(checkpoint, prefix, config)
         if config.traits.qk_norm == "all":
             self._qkv = NormedProjection(self._qkv, checkpoint, prefix, (query_size, kv_size), config, ops)
+        if config.scales_kv:
+            self._scale_kv(checkpoint, prefix, config)
+
+    def _scale_kv(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> None:
+        """Divide keys and values by the checkpoint's numbers before they are written. Scores, and what attention finds,
+        are multiplied by them, so that no cache and no kernel of attention knows of them."""
+        key_scale, value_scale = (checkpoint.kv_scale(prefix, kind) for kind in "kv")
+        counts = torch.tensor([config.num_heads, config.num_kv_heads, config.num_kv_heads])
+        factors, norm = torch.tensor([1.0, 1 / key_scale, 1 / value_scale]), self._head_norm
+        if norm is not None:  # behind which another factor of the keys would be lost
+            heads = factors[:2].repeat_interleave(counts[:2]).to(norm.weights.device)[:, None]
+            weights = (norm.weights.float() + norm.shift) * heads - norm.shift
+            self._head_norm = norm._replace(weights=weights.to(norm.weights.dtype))
+            factors[1] = 1.0
+        columns = factors.repeat_interleave(counts * config.head_size)
+        self._qkv = ScaledLinear(self._qkv, None, columns.to(checkpoint.device, checkpoint.dtype))
+        self._out = ScaledLinear(self._out, value_scale, None)
+        self._rule = replace(self._rule, scale=self._rule.scale * key_scale)
 
     @property
     def layers(self) -> tuple[Linear, Linear]:
@@ -148,6 +167,20 @@ def _load_head_norm(checkpoint: Checkpoint, prefix: str, config: ModelConfig) ->
     query = checkpoint.take(f"{prefix}.q_norm.weight", config.head_size).expand(config.num_heads, -1)
     key = checkpoint.take(f"{prefix}.k_norm.weight", config.head_size).expand(config.num_kv_heads, -1)
     return HeadNorm(torch.cat((query, key)), config.norm_eps, config.traits.norm_shift)
+
+
+class ScaledLinear:
+    """Multiplies what a layer reads, or what it finds, by factors."""
+
+    def __init__(self, linear: Linear, before: float | None, after: Tensor | None) -> None:
+        """``before``: on all inputs; ``after`` [out]; None: nothing is multiplied there."""
+        self._linear = linear
+        self._before = before
+        self._after = after
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        found = self._linear(x if self._before is None else x * self._before, dtype)
+        return found if self._after is None else found.mul_(self._after)
 
 
 class NormedProjection:

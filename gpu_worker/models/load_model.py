@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from tokenloom.engine_core.data.config import KVCacheDtype
 from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.process.plugins import load
 
@@ -97,13 +98,14 @@ def load_model(
     ranks: Ranks = ONLY_RANK,
     load_format: str = "auto",
     plugins: Sequence[str] = (),
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> LanguageModel:
     """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
     are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
-    options, and so are ``max_model_len``, ``load_format`` and ``plugins``. ``adapt`` as in :class:`Checkpoint`. Raises
-    ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
+    options, and so are ``max_model_len``, ``load_format``, ``plugins`` and ``kv_cache_dtype``. ``adapt`` as in
+    :class:`Checkpoint`. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
     found = _choose(path, dtype, quantization, model_impl, max_model_len, plugins)
@@ -126,6 +128,8 @@ def load_model(
     kernels = _kernels(config) if device.type == "cpu" else []
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
+        if kv_cache_dtype == "fp8" and checkpoint.has_kv_scales and _scales_kv(config):
+            config = replace(config, scales_kv=True)
         model: LanguageModel
         if plugged is not None and plugged.model is not None:
             model = _made(model_impl, lambda: plugged.model(checkpoint, config, ops or TorchOps(), device, stage))
@@ -138,6 +142,13 @@ def load_model(
     if quantization is not None and device.type != "meta":
         report_share(checkpoint.rounded, quantization)
     return model
+
+
+def _scales_kv(config: ModelConfig) -> bool:
+    """Return whether layers divide keys and values by the numbers of a checkpoint: whose keys are those of one layer,
+    and rotated before any norm that has no weights."""
+    is_plain = config.latent is None and not config.kv_sources and not config.traits.is_interleaved
+    return is_plain and config.family not in LEARNED_POSITIONS
 
 
 def _made(impl: str, make: Callable[[], LanguageModel]) -> LanguageModel:
@@ -249,6 +260,7 @@ class ModelLoader:
     ranks: Ranks = ONLY_RANK
     load_format: str = "auto"
     plugins: Sequence[str] = ()
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -276,6 +288,7 @@ class ModelLoader:
             self.ranks,
             self.load_format,
             self.plugins,
+            self.kv_cache_dtype,
         )
 
     def _choose(self, path: Path) -> ServedHow:

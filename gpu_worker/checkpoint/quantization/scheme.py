@@ -78,10 +78,7 @@ _KV_SCALE = re.compile(r".+\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_proj\.ou
 
 
 def is_kv_scale(name: str) -> bool:
-    """Return whether a tensor is a scale of a quantized KV cache, which vLLM loads under these names.
-
-    The cache has the model's dtype here, unless an option says otherwise, so none is needed.
-    """
+    """Return whether a tensor is a scale of a quantized KV cache, which vLLM loads under these names."""
     return _KV_SCALE.fullmatch(name) is not None
 
 

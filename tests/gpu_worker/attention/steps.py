@@ -50,6 +50,7 @@ def shape(
         kv_planes=2,
         latent=None,
         kv_shapes=(),
+        scales_kv=False,
         states=None,
         cross_rows=0,
         attention_chunks=(),

@@ -1,9 +1,11 @@
 """The demo model in each quantized format of safetensors gives the logits of the weights that it then has."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.checkpoint.quantization.formats import Quantize
+from tokenloom.gpu_worker.attention.cache import kv_layout
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.quantization.small_floats import PackedFloats
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
@@ -379,7 +383,9 @@ KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_
         ("fp8, by tensor", "static"),
     ],
 )
-def test_scales_of_a_kv_cache_change_nothing(name: str, scheme: Any, tmp_path: Path, run_model: RunModel) -> None:
+def test_scales_of_a_kv_cache_change_no_other_cache(
+    name: str, scheme: Any, tmp_path: Path, run_model: RunModel
+) -> None:
     quantize, config = FORMATS[name]
     path, plain = formats.write(tmp_path, quantize, config | {"kv_cache_scheme": scheme})
     tensors = load_file(path / "model.safetensors")
@@ -390,3 +396,59 @@ def test_scales_of_a_kv_cache_change_nothing(name: str, scheme: Any, tmp_path: P
             run_model(load_model(each, "float32"), [PROMPT], [[len(PROMPT)]])[0] for each in (path, plain)
         )
     assert (found - expected).abs().max() <= 1e-4
+
+
+@torch.inference_mode()
+def with_8_bit_kv(path: Path, *, scaled: bool) -> Tensor:
+    """Return the log probabilities behind each token of a prompt, over a cache of 8-bit floats."""
+    model = load_model(path, "float32", kv_cache_dtype="fp8" if scaled else "auto")
+    assert model.config.scales_kv == scaled
+    config = dataclasses.replace(model.config, kv_cache_dtype="fp8")
+    backend = ReferenceBackend(config, 16, torch.device("cpu"))
+    count = len(PROMPT)
+    plan = backend.plan(np.array([0, count]), np.array([count]), np.arange(4)[None], np.arange(count))
+    hidden = model.forward(PROMPT, torch.arange(count), backend.allocate(4), plan)
+    return model.compute_logits(hidden).log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2"])
+def test_scales_keep_keys_and_values_within_8_bit_floats(
+    kind: str, tmp_path: Path, save_checkpoint: Callable[..., Path]
+) -> None:
+    """Without a norm of keys, with one of each head, and with one of all. Keys and values that are a thousand times as
+    large would become the largest number. Queries and the output are a thousandth, so that logits stay what they are.
+    """
+    quantize, config = FORMATS["fp8, by tensor"]
+    config = config | {"kv_cache_scheme": "static"}
+    path, _ = formats.write(tmp_path, quantize, config, source=save_checkpoint(kind))
+    expected, large = with_8_bit_kv(path, scaled=False), 1024.0
+    tensors = load_file(path / "model.safetensors")
+    factors = {"v_proj": large, "o_proj": 1 / large}
+    factors |= {"q_proj": 1 / large, "k_proj": large} if kind == "llama" else {"q_norm": 1 / large, "k_norm": large}
+    for name, tensor in tensors.items():
+        layer, _, end = name.rpartition(".")
+        if (factor := factors.get(layer.rpartition(".")[2])) and (end == "weight_scale" or "norm" in layer):
+            tensors[name] = tensor.float() * factor
+    prefixes = [name.removesuffix("v_proj.weight") for name in tensors if name.endswith("v_proj.weight")]
+    tensors |= {f"{prefix}{each}_scale": torch.tensor(large) for prefix in prefixes for each in "kv"}
+    save_file(tensors, path / "model.safetensors")
+    torch.testing.assert_close(with_8_bit_kv(path, scaled=True), expected, rtol=1e-4, atol=1e-4)
+    assert (with_8_bit_kv(path, scaled=False) - expected).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_positive_number_is_refused(scale: float, tmp_path: Path) -> None:
+    path, _ = formats.write(tmp_path, *FORMATS["fp8, by tensor"])
+    tensors = load_file(path / "model.safetensors") | {"model.layers.1.self_attn.v_scale": torch.tensor([scale])}
+    save_file(tensors, path / "model.safetensors")
+    load_model(path, "float32")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.v_scale must be one positive number"):
+        load_model(path, "float32", kv_cache_dtype="fp8")
+
+
+def test_caches_with_and_without_scales_have_other_layouts(tmp_path: Path) -> None:
+    config = load_model(formats.write(tmp_path, *FORMATS["fp8, by tensor"])[1], "float32").config
+    names = [
+        kv_layout(dataclasses.replace(config, kv_cache_dtype="fp8", scales_kv=scales), 16) for scales in (True, False)
+    ]
+    assert [name.split("/")[1] for name in names] == ["fp8-e4m3-scaled", "fp8-e4m3"]

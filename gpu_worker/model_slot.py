@@ -7,33 +7,33 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention.attention_backend import AttentionPlan, KVCache
 from .attention.states import StatePlan
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.weights import Checkpoint, FileStamps, check_unchanged, file_stamps
 from .layers.embedding import InputEmbeds
+from .layers.weight_memory import is_on_host, tensors_of
 from .models.decoder import DecoderModel
 from .models.load_model import ModelLoader
 from .models.mlp import MLP
 from .models.model import LanguageModel
 from .models.self_check import CheckedModel
 
-_PACKAGE = __name__.split(".gpu_worker.", maxsplit=1)[0] + ".gpu_worker."
-
 
 class OnHost:
     """Holds a model whose tensors were moved to host memory."""
 
     def __init__(self, model: LanguageModel) -> None:
-        """Move every tensor of ``model`` to host memory; the model cannot compute until :meth:`restore`.
+        """Move every tensor of ``model`` to host memory that is not there; the model cannot compute until
+        :meth:`restore`.
 
         Attributes:
             nbytes: Bytes of the tensors.
         """
         self._model = model
-        self._moved = [(tensor, tensor.device) for tensor in tensors_of(model)]
+        self._moved = [(tensor, tensor.device) for tensor in tensors_of(model) if not is_on_host(tensor)]
         self.nbytes = sum(tensor.nbytes for tensor, _ in self._moved)
         for tensor, _ in self._moved:
             # Copying is quicker than reading a large checkpoint again, at the price of as much host memory. On a CPU
@@ -46,31 +46,6 @@ class OnHost:
         for tensor, device in self._moved:
             tensor.data = tensor.to(device)
         return self._model
-
-
-def tensors_of(model: LanguageModel) -> list[Tensor]:
-    """Return every tensor that the parts of a model hold, each once, but none that oneDNN packed: it is on the host."""
-    found = _walk(vars(model), {id(model)})  # which a plugin's own class may be
-    return list({id(tensor): tensor for tensor in found if not tensor.is_mkldnn and not tensor.is_meta}.values())
-
-
-def _walk(part: object, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(part, Tensor):
-        yield part
-        return
-    if id(part) in seen:
-        return
-    seen.add(id(part))
-    if isinstance(part, (list, tuple)):
-        children: list[object] = list(part)
-    elif isinstance(part, dict):
-        children = list(part.values())
-    elif isinstance(part, nn.Module) or (type(part).__module__.startswith(_PACKAGE) and hasattr(part, "__dict__")):
-        children = list(vars(part).values())
-    else:
-        children = []
-    for child in children:
-        yield from _walk(child, seen)
 
 
 class AbsentModel:

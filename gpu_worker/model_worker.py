@@ -130,6 +130,7 @@ class ModelWorker:
             load_format=config.load_format,
             plugins=self._config.plugins,
             kv_cache_dtype=self._config.cache.dtype,
+            host_room=int(config.cpu_offload_gb * (1 << 30)),
         )
         if ":" in loader.model_impl:
             # What no check before the start knows, because only a worker imports the plugin.
@@ -156,7 +157,7 @@ class ModelWorker:
         if speculative is not None and self._ranks.place.samples:
             # The rank that draws drafts too, with the whole of what drafts; the others get drafts with the next step.
             dtype, slot = self._config.cache.dtype, self._slot
-            alone = replace(loader, ranks=ONLY_RANK)
+            alone = replace(loader, ranks=ONLY_RANK, host_room=0)
             self._drafting = Drafting(speculative, alone, lambda: self._model, dtype, lambda: slot.path)
         library, routes, place = None, routes_of(self._model), self._ranks.place
         self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))

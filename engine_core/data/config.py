@@ -183,6 +183,11 @@ class WorkerConfig(Struct, frozen=True):
         "Share of the hash worker's drafts that are right, with --speculative-config.",
         Meta(extra={"name": "hash_draft_accuracy"}),
     ] = 0.7
+    cpu_offload_gb: Annotated[
+        Duration,
+        "GiB of the weights of each worker on a GPU that stay in memory of the host, from which the GPU reads them "
+        "over its bus in every step: for a model that its own memory does not hold.",
+    ] = 0.0
     compute_nans_in_logits: Annotated[
         bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
     ] = False

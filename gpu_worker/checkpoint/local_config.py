@@ -281,6 +281,8 @@ def check_host(config: EngineConfig) -> None:
         raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
     if config.worker.quantization == "fp8":
         raise ValueError("quantization fp8 is computed on a GPU only: choose int8-dynamic or int4 on a CPU")
+    if config.worker.cpu_offload_gb:
+        raise ValueError("cpu_offload_gb: the weights of a CPU are in memory of the host: leave it out")
     if config.worker.attention_backend in LIBRARIES:
         raise ValueError(f"attention_backend {config.worker.attention_backend} computes on a GPU only: choose auto")
     _check_processors(config.parallel)
@@ -327,6 +329,9 @@ def check_apart(config: EngineConfig, kind: str) -> None:
         raise ValueError(f"quantization: {config.worker.quantization} is not supported on {kind}: choose fp8")
     if config.cache.dtype not in ("auto", "fp8"):
         raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {kind}: choose fp8")
+    if config.worker.cpu_offload_gb and (kind != "cuda" or config.lora.enable):
+        reason = "with enable_lora, whose slots lie beside the weights," if kind == "cuda" else f"on {kind}"
+        raise ValueError(f"cpu_offload_gb: is not supported {reason} yet: leave it out")
     if config.worker.attention_backend in LIBRARIES and kind != "cuda":
         raise ValueError(f"attention_backend {config.worker.attention_backend} does not compute on {kind}: choose auto")
     if not config.kv.transports:

@@ -123,6 +123,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     place = place_of(config.parallel)
     if worker.batch_invariant and found.by != "built in":
         raise ValueError(f"batch_invariant: {_UNORDERED[found.by]} follow the batch")
+    if worker.cpu_offload_gb and found.by in ("transformers", "encoder"):
+        raise ValueError("cpu_offload_gb: transformers' modules and encoders keep all weights on the GPU: leave it out")
     if worker.attention_backend in LIBRARIES and found.by == "transformers":
         raise ValueError(
             f"attention_backend {worker.attention_backend}: transformers' modules choose the scores of their layers, "

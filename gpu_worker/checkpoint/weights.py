@@ -206,6 +206,8 @@ class Checkpoint:
         """By the last two parts of a module's name: tensors that are rows of others."""
         self.scales: Mapping[str, float | Tensor] = {}
         """By the last three parts of a tensor's name: what it, or each of its rows, is multiplied by."""
+        self.host_room = 0
+        """How many bytes of weights may still stay in the host's memory, where a GPU reads them."""
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
 

@@ -98,6 +98,13 @@ class DeviceArray:
         }
 
 
+def memory_on_bus(memory: Tensor, device: torch.device) -> Tensor:
+    """Return pinned memory of the host, uint8, as a tensor of a GPU, whose kernels read it over the bus. It does not
+    keep the memory."""
+    # Pinned memory has the same address on both sides.
+    return torch.as_tensor(DeviceArray(memory.data_ptr(), (memory.nbytes,), "|u1"), device=device)
+
+
 _ALIGNMENT = 16
 """Kernels load 16 bytes at once from addresses that are multiples of it."""
 

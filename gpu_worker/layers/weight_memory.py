@@ -1,4 +1,5 @@
-"""Allocates packed weights in huge pages, in which a processor reads memory faster than in pages of 4 KiB.
+"""Allocates packed weights in huge pages, in which a processor reads memory faster than in pages of 4 KiB, and moves
+weights of a GPU to memory of the host, from which it reads them over its bus.
 
 A step reads every weight once, so pages of 4 KiB cost it a translation for each page, and a pause of the processor's
 prefetching. Weights share large slabs, because a single matrix may be smaller than a huge page.
@@ -8,9 +9,12 @@ import contextlib
 import mmap
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..device.device_link import memory_on_bus
 
 # One thread of an AVX2 processor reads 32.7 GB/s from huge pages and 23.7 from pages of 4 KiB.
 _SLAB = 64 << 20
@@ -105,3 +109,57 @@ def _huge_pages(nbytes: int) -> mmap.mmap:
 
 weight_memory = WeightMemory()
 """The memory of this process's packed weights."""
+
+
+_PACKAGE = __name__.split(".gpu_worker.", maxsplit=1)[0] + ".gpu_worker."
+_HOST_MEMORY = "_host_memory"
+"""The attribute of a tensor that keeps the memory of the host in which its content lies."""
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
+"""The dtypes of weights; what layers count has others."""
+
+
+def keep_on_host(layer: object, room: int) -> int:
+    """Move matrices of a layer to memory of the host, of which they take ``room`` bytes at most, and let the GPU read
+    them there. Returns how many bytes they take."""
+    taken = 0
+    for tensor in tensors_of(layer):
+        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if tensor.dim() < 2 or tensor.dtype not in _WEIGHTS or not is_whole or taken + tensor.nbytes > room:
+            continue
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        setattr(tensor, _HOST_MEMORY, memory)
+        tensor.data = memory_on_bus(memory, tensor.device).view(tensor.dtype).view(tensor.shape)
+        taken += tensor.nbytes
+    return taken
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether :func:`keep_on_host` moved this tensor."""
+    return hasattr(tensor, _HOST_MEMORY)
+
+
+def tensors_of(model: object) -> list[Tensor]:
+    """Return every tensor that the parts of a model, or of a layer, hold, each once, but none that oneDNN packed: it is
+    on the host."""
+    found = _walk(vars(model), {id(model)})  # which a plugin's own class may be
+    return list({id(tensor): tensor for tensor in found if not tensor.is_mkldnn and not tensor.is_meta}.values())
+
+
+def _walk(part: object, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+        return
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, (list, tuple)):
+        children: list[object] = list(part)
+    elif isinstance(part, dict):
+        children = list(part.values())
+    elif isinstance(part, nn.Module) or (type(part).__module__.startswith(_PACKAGE) and hasattr(part, "__dict__")):
+        children = list(vars(part).values())
+    else:
+        children = []
+    for child in children:
+        yield from _walk(child, seen)

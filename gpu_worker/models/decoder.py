@@ -84,7 +84,7 @@ class DecoderModel:
             return made if parts is None else ops.fused(made, parts)
 
         count = config.num_layers if config.mixer is None else len(config.mixer.layers)
-        replace_layers(self._layers, count, load)
+        replace_layers(self._layers, count, load, checkpoint)
         self._norm = AddNorm(checkpoint, "model.norm", config, ops, shifts=config.traits.shifts_last_norm)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))

@@ -150,7 +150,7 @@ class LearnedPositionsModel:
             attention = SelfAttention(qkv, out, config, layer)
             return Block(attention, up, down, (norms[0], norms[1]), config, self._ops)
 
-        replace_layers(self._blocks, config.num_layers, load)
+        replace_layers(self._blocks, config.num_layers, load, checkpoint)
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", hidden, config.norm_eps)
 
     def _load_opt(self, checkpoint: Checkpoint) -> None:
@@ -187,7 +187,7 @@ class LearnedPositionsModel:
             attention = SelfAttention(qkv, out, config, layer)
             return Block(attention, up, down, (attention_norm, mlp_norm), config, self._ops)
 
-        replace_layers(self._blocks, config.num_layers, load)
+        replace_layers(self._blocks, config.num_layers, load, checkpoint)
         self._norm = load_norm(f"{prefix}.final_layer_norm") if opt.final_norm else None
 
     def _load_whisper(self, checkpoint: Checkpoint) -> None:
@@ -213,7 +213,7 @@ class LearnedPositionsModel:
             cross = CrossPart(load_norm(f"{name}.encoder_attn_layer_norm"), attention)
             return Block(SelfAttention(qkv, out, config, layer), up, down, norms, config, self._ops, cross)
 
-        replace_layers(self._blocks, config.num_layers, load)
+        replace_layers(self._blocks, config.num_layers, load, checkpoint)
         self._norm = load_norm(f"{prefix}.layer_norm")
 
     def _load_tokens(self, checkpoint: Checkpoint, name: str) -> None:

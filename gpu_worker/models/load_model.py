@@ -99,13 +99,15 @@ def load_model(
     load_format: str = "auto",
     plugins: Sequence[str] = (),
     kv_cache_dtype: KVCacheDtype = "auto",
+    host_room: int = 0,
 ) -> LanguageModel:
     """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
     are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
-    options, and so are ``max_model_len``, ``load_format``, ``plugins`` and ``kv_cache_dtype``. ``adapt`` as in
-    :class:`Checkpoint`. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
+    options, and so are ``max_model_len``, ``load_format``, ``plugins`` and ``kv_cache_dtype``. ``adapt`` and
+    ``host_room`` as in :class:`Checkpoint`. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that
+    is not supported.
     """
     device = device or torch.device("cpu")
     found = _choose(path, dtype, quantization, model_impl, max_model_len, plugins)
@@ -128,6 +130,7 @@ def load_model(
     kernels = _kernels(config) if device.type == "cpu" else []
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
+        checkpoint.host_room = host_room
         if kv_cache_dtype == "fp8" and checkpoint.has_kv_scales and _scales_kv(config):
             config = replace(config, scales_kv=True)
         model: LanguageModel
@@ -261,6 +264,7 @@ class ModelLoader:
     load_format: str = "auto"
     plugins: Sequence[str] = ()
     kv_cache_dtype: KVCacheDtype = "auto"
+    host_room: int = 0
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -289,6 +293,7 @@ class ModelLoader:
             self.load_format,
             self.plugins,
             self.kv_cache_dtype,
+            self.host_room,
         )
 
     def _choose(self, path: Path) -> ServedHow:
@@ -325,6 +330,7 @@ class ModelLoader:
         device = self.device or torch.device("cpu")
         source = self.source(path, config, device)
         with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks, source) as checkpoint:
+            checkpoint.host_room = self.host_room
             model.load_weights(checkpoint)
 
     def relocate_experts(self, model: LanguageModel, path: Path, held: Sequence[Mapping[int, MLP]]) -> None:

@@ -13,6 +13,7 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds
 from ..layers.expert_routes import ExpertRoutes, Ints
+from ..layers.weight_memory import keep_on_host
 
 
 class LanguageModel(Protocol):
@@ -80,10 +81,12 @@ class StepModel(Protocol):
 Layer = TypeVar("Layer")
 
 
-def replace_layers(layers: list[Layer], count: int, load: Callable[[int], Layer]) -> None:
-    """Load ``count`` layers into ``layers``; each old one is dropped before its successor is loaded."""
+def replace_layers(layers: list[Layer], count: int, load: Callable[[int], Layer], checkpoint: Checkpoint) -> None:
+    """Load ``count`` layers of a checkpoint into ``layers``; each old one is dropped before its successor is loaded."""
     for number in range(count):
         if len(layers) == count:
             del layers[0]
             return_freed()  # otherwise the next tensors would not fit into the pieces that the allocator keeps
         layers.append(load(number))
+        if checkpoint.host_room:
+            checkpoint.host_room -= keep_on_host(layers[-1], checkpoint.host_room)

@@ -24,6 +24,7 @@ from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.devices import make_worker
+from tokenloom.gpu_worker.layers.weight_memory import is_on_host, tensors_of
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.parallel.torch_group import TorchGroup, _nccl
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -150,6 +151,21 @@ def stored_packed(rows: Rows, target: Target, folder: Path) -> bool:
         rows.add(f"weights as stored, {name}", megabytes=sizes[0] / 1e6, megabytes_in_16_bits=sizes[1] / 1e6)
         right &= not target.has_gpu or sizes[0] < most * sizes[1]
     return right
+
+
+def on_host(rows: Rows, target: Target, folder: Path) -> bool:
+    """Half of the weights stay in memory of the host, and graphs read them there."""
+    with running(DEMO_MODEL, target) as engine:
+        expected = engine.generate(PROMPTS, LIMITS)
+    if not target.has_gpu:
+        rows.skip("weights on the host", "a CPU has no other memory")
+        return True
+    workers = list[ModelWorker]()
+    with running(DEMO_MODEL, target, cpu_offload_gb=0.002, executor=kept(workers)) as engine:
+        different = _different(engine.generate(PROMPTS, LIMITS), expected)
+        staying = sum(each.nbytes for each in tensors_of(workers[0]._model) if is_on_host(each))
+    rows.add("weights on the host, float32", different=different, megabytes=staying / 1e6)
+    return not different and staying > 0
 
 
 def experts(rows: Rows, target: Target, folder: Path) -> bool:
@@ -282,6 +298,7 @@ CHECKS: dict[str, Check] = {
     "sleep and wake": sleep,
     "quantized checkpoints": quantized,
     "weights as stored": stored_packed,
+    "weights on the host": on_host,
     "experts": experts,
     "adapters": adapters,
     "drafts": drafts,

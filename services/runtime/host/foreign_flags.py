@@ -99,7 +99,7 @@ ANSWERS = {
     "--safetensors-load-strategy --pt-load-map-location --max-parallel-loading-workers": "files are mapped into memory",
     "--model-loader-extra-config --ignore-patterns --use-tqdm-on-load": "use --load-format",
     "--override-attention-dtype": "use --dtype",
-    "--cpu-offload-gb --cpu-offload-params": _WEIGHTS,
+    "--cpu-offload-params": "use --cpu-offload-gb",
     "--offload-backend --offload-group-size --offload-num-in-group --offload-prefetch-step --offload-params": _WEIGHTS,
     "--quantization-config --allow-deprecated-quantization": _WEIGHTS,
     "--fully-sharded-loras --lora-dtype --specialize-active-lora": "use --enable-lora, --max-loras and --max-lora-rank",

@@ -194,6 +194,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "float16"}, "dtype float16 is computed on a GPU only: choose bfloat16 or float32"),
     "quantization": ({"quantization": "fp8"}, "quantization fp8 is computed on a GPU only: choose int8-dynamic"),
     "KV cache": ({"cache": CacheConfig(dtype="fp8")}, "kv_cache_dtype fp8 is read on a GPU only: choose int8"),
+    "weights on the host": ({"cpu_offload_gb": 1}, "cpu_offload_gb: the weights of a CPU are in memory of the host"),
     "library of attention": (
         {"attention_backend": "flashinfer"},
         "attention_backend flashinfer computes on a GPU only: choose auto",
@@ -234,6 +235,15 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
     options, reason = OPTIONS[name]
     with pytest.raises(ValueError, match=reason):
         answer(tmp_path, LLAMA, **options)
+
+
+def test_weights_that_stay_on_the_host_are_those_of_built_in_classes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"has_gpu": True, "cpu_offload_gb": 0.5}
+    assert answer(tmp_path, LLAMA, **options).by == "built in"
+    with pytest.raises(ValueError, match="cpu_offload_gb: transformers' modules and encoders keep all weights on the"):
+        answer(tmp_path, LLAMA, model_impl="transformers", **options)
+    with pytest.raises(ValueError, match="cpu_offload_gb: is not supported with enable_lora"):
+        answer(tmp_path, LLAMA, lora=LoraConfig(enable=True), **options)
 
 
 WIDE = LLAMA | {"head_dim": 64, "dtype": "bfloat16"}

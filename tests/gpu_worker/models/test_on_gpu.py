@@ -24,9 +24,12 @@ from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
-from tokenloom.gpu_worker.layers import linear, triton_linear
+from tokenloom.gpu_worker.layers import linear, triton_linear, weight_memory
+from tokenloom.gpu_worker.layers.weight_memory import is_on_host, tensors_of
+from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.gpu_worker.models.load_model import load_model
+from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
+from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -38,7 +41,11 @@ ADAPTER = Path(demo_adapters.__file__).parent / "pirate"
 @torch.inference_mode()
 def compute(path: Path, device: torch.device, dtype: str = "bfloat16") -> Tensor:
     """Return the logits [2, vocab] behind a prompt of 20 tokens and one token with 40 before it."""
-    model = load_model(path, dtype, device, make_ops("torch", device))
+    return logits_of(load_model(path, dtype, device, make_ops("torch", device)), device)
+
+
+@torch.inference_mode()
+def logits_of(model: LanguageModel, device: torch.device) -> Tensor:
     backend = make_attention_backend("torch", model.config, 16, device)
     caches = backend.allocate(8)
     tables = np.array([[0, 1, 7], [2, 3, 4]], dtype=np.int32)
@@ -138,6 +145,32 @@ def test_stored_groups_stay_so_on_a_gpu_with_triton(
     assert len(KeptGroups.made) == (4 * num_layers if stay else 0), "QKV, output, gates and up, down"
     assert all(weight.values.device == CPU and device == CUDA for weight, device in KeptGroups.made)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.15)
+
+
+def test_weights_of_layers_stay_on_the_host_as_far_as_there_is_room(
+    tmp_path: Path, on_cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And sleep does not move them, nor do they come back to the GPU after it."""
+    moved = list[int]()
+    monkeypatch.setattr(
+        weight_memory, "memory_on_bus", lambda memory, device: moved.append(memory.nbytes) or memory.to(device)
+    )
+    path, room = save_random("qwen3", tmp_path), 100_000
+    loader = ModelLoader("float32", on_cuda, make_ops("torch", on_cuda), host_room=room)
+    slot = ModelSlot(path, loader)
+    on_host = [each for each in tensors_of(slot.model) if is_on_host(each)]
+    assert sum(moved) == sum(each.nbytes for each in on_host)
+    assert 0.5 * room < sum(moved) <= room
+    assert all(isinstance(each, CudaTensor) and each.dim() >= 2 for each in on_host)
+    all_bytes = sum(each.nbytes for each in tensors_of(slot.model))
+    assert slot.move_to_host() == all_bytes - sum(moved)
+    slot.restore()
+    assert [id(each) for each in tensors_of(slot.model) if is_on_host(each)] == [id(each) for each in on_host]
+    moved.clear()
+    slot.replace(path)
+    assert 0.5 * room < sum(moved) <= room, "other weights take the same room"
+    plain = load_model(path, "float32", on_cuda, make_ops("torch", on_cuda))
+    assert torch.equal(logits_of(slot.model, on_cuda), logits_of(plain, on_cuda))
 
 
 def test_inputs_that_a_checkpoint_does_not_round_are_not_rounded(

@@ -19,7 +19,7 @@ from tokenloom.gpu_worker.models import experts
 from tokenloom.gpu_worker.ops import ops_choice
 
 CUDA = torch.device("cuda", 0)
-_MIXING = {"copy_", "__setitem__", "__getitem__", "to", "cpu", "cuda", "type_as"}
+_MIXING = {"copy_", "__set__", "__setitem__", "__getitem__", "to", "cpu", "cuda", "type_as"}
 """May have tensors of both sides."""
 
 

@@ -96,8 +96,8 @@ def test_every_argument_of_vllms_is_ours_or_answered(name):
 
 
 def test_an_answer_names_arguments_where_ours_are_meant_and_flags_where_a_mesh_is():
-    with pytest.raises(TypeError, match=r"cpu_offload_gb, which vLLM has: use quantization$"):
-        engine_config({"cpu_offload_gb": 8})
+    with pytest.raises(TypeError, match=r"offload_params, which vLLM has: use quantization$"):
+        engine_config({"offload_params": ["x"]})
     with pytest.raises(
         TypeError, match=r"use --prefill and --decode, and --kv-transports, or --kv-store, with `tokenloom serve`$"
     ):

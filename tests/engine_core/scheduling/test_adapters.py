@@ -15,7 +15,8 @@ from tokenloom.engine_core.data.lora import LoraErrorKind, LoraInfo
 from tokenloom.engine_core.data.messages import EngineCoreRequest, ErrorKind
 from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.fake_workers.hash_worker import HashLoras, expected_tokens
+from tokenloom.engine_core.fake_workers.hash_row import HashLoras
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.adapters import MAX_PASSES, Adapters
 from tokenloom.request.adapter_names import adapter_salt
 

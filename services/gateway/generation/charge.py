@@ -34,6 +34,12 @@ class Charge:
         self._has_prompt = self._prompt_is_elsewhere = has_prompt
         self._num_cached = 0
 
+    @classmethod
+    def of(cls, token: ResumeToken) -> "Charge":
+        """Return the charge of a request for its first call here. One that is resumed was begun through another
+        gateway, which has counted the prompt and what the client has of the output."""
+        return cls(token.num_delivered, has_prompt=token.resumes)
+
     def trust(self, token: ResumeToken) -> None:
         """Believe of what was counted elsewhere only as much as the client of every call says it has: a client that
         names a position it never had must not get what is before it for nothing."""
@@ -84,7 +90,7 @@ class Charges:
         self._forget_old()
         key = tenant, request_id
         if (charge := self._by_id.get(key)) is None:
-            charge = self._by_id[key] = Charge(token.num_delivered, has_prompt=token.resumes)
+            charge = self._by_id[key] = Charge.of(token)
         charge.trust(token)
         charge.num_calls += 1
         return charge

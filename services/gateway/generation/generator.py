@@ -25,7 +25,7 @@ from ..request_log.finished_request import record_generation
 from ..tenants.tenant import Tenant
 from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_run import BeamTexts
-from .charge import Charges
+from .charge import Charge, Charges
 from .encoded_prompt import add_hashes
 from .preparation import MeshLinks, Prepared, Preparer, RequestContext, cache_salt
 from .request_trace import GatewayTrace, traced
@@ -196,10 +196,11 @@ class Generator:
                     generation.search(self._outputs, self._texts, timeout=call.timeout)
                 else:
                     generation.submit(self._outputs, timeout=call.timeout)
-                if token.fingerprint:
+                if token.fingerprint and not token.is_held:
                     generation.charge = self._charges.of(tenant.name, generation.request_id, token)
-                    if not token.is_held:
-                        self._resumable.add(generation, tenant.name, admitted_call)
+                    self._resumable.add(generation, tenant.name, admitted_call)
+                elif token.resumes:  # only here: no further call of this gateway gets the output
+                    generation.charge = Charge.of(token)
                 await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                 yield generation
             except _CONNECTION_ENDED:

@@ -141,3 +141,9 @@ def test_what_was_complete_longest_ago_is_forgotten_first(charges: Charges) -> N
     assert charges.of("a", "1", NEW) is first
     assert charges.of("a", "2", NEW) is not second
     assert charges.of("a", "3", NEW) is running
+
+
+def test_a_request_that_another_gateway_has_begun_is_charged_for_the_rest() -> None:
+    charge = Charge.of(ResumeToken("a", b"f", resumes=True, num_delivered=(5, 0), is_held=True))
+    assert charge.add(10, 4, [7, 3]) == Used(0, 0, 4, 5)
+    assert Charge.of(ResumeToken(fingerprint=b"f", is_held=True)).add(10, 4, [7]) == Used(1, 10, 4, 7)

@@ -3,7 +3,7 @@
 The campaign ``kill`` in shards, each with a mesh, a seed and a plan of its own: what has run is in a file, a later call
 runs the shards that are missing, and prints the sum of all. The mesh runs in a network namespace whose loopback device
 loses packets (``nft numgen``), and behind proxies that delay what passes. Gateways hold their connections, so that
-plain clients have no excuse. Needs root, ``ip``, ``unshare`` and ``nft``.
+plain clients have no excuse. Needs root, ``ip`` and ``unshare``, and ``nft`` unless ``--loss 0``.
 """
 
 import argparse
@@ -111,11 +111,14 @@ def read(results: Path) -> list[dict[str, Any]]:
 def _lose(share: float) -> None:
     """Lose a share of the packets of the namespace's loopback device from now on."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    rule = _RULE.format(share=round(share * 1000)) if share else ""
-    subprocess.run(["nft", "-f", "-"], input=_RULES.format(rule=rule), text=True, check=True)
+    if share:
+        rules = _RULES.format(rule=_RULE.format(share=round(share * 1000)))
+        subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
 
 
-def _num_lost() -> int:
+def _num_lost(share: float) -> int:
+    if not share:
+        return 0
     listed = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"counter packets (\d+)", listed)
     return int(found[1]) if found else 0
@@ -148,7 +151,7 @@ def _resident_bytes() -> int:
 
 
 def _run_shard(arguments: argparse.Namespace, shard: int) -> dict[str, Any]:
-    options, before = options_of(arguments, shard), _num_lost()
+    options, before = options_of(arguments, shard), _num_lost(arguments.loss)
     with open(f"{arguments.results}.{shard}.log", "w", buffering=1) as log:
         campaign = run_campaign(
             _CAMPAIGN,
@@ -162,7 +165,7 @@ def _run_shard(arguments: argparse.Namespace, shard: int) -> dict[str, Any]:
         "shard": shard,
         "commit": _commit(),
         "load": f"{os.getloadavg()[2]:.0f}",
-        "dropped": _num_lost() - before,
+        "dropped": _num_lost(arguments.loss) - before,
         "report": report,
     }
 
@@ -212,7 +215,8 @@ def main() -> int:
     arguments = parser().parse_args()
     if arguments.in_namespace:
         return run(arguments)
-    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+    needed = _TOOLS if arguments.loss else _TOOLS[:-1]  # the last one loses packets
+    if missing := [tool for tool in needed if shutil.which(tool) is None]:
         print(f"needs {' and '.join(missing)} (Debian: iproute2, util-linux, nftables)")
         return 2
     command = ["unshare", "--net", sys.executable, "-m", "tests.soak.shards", "--in-namespace", *sys.argv[1:]]

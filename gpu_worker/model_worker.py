@@ -35,7 +35,8 @@ from .attention.grouped_backend import PoolLayers
 from .attention.states import StateSlots, state_regions
 from .batch.input_batch import InputBatch
 from .checkpoint.draft_config import read_eagle3
-from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
+from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing, state_prompts
+from .checkpoint.mixer_config import check_state_prompts
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.served_how import check_plugged, chosen_impl
 from .device.cpu_watch import bind_to
@@ -51,7 +52,8 @@ from .models.load_model import ModelLoader
 from .models.model import LanguageModel, expert_counts, routes_of
 from .models.self_check import CheckedModel, check_model
 from .numerics import numerics_of
-from .ops.ops_choice import make_ops
+from .ops.cpu_ops import make_ops
+from .ops.ops import Ops
 from .parallel.ranks import ONLY_RANK, join_ranks
 from .platform.platform import Platform, check_device
 from .pooling.alignment import Aligner
@@ -122,7 +124,7 @@ class ModelWorker:
         loader = ModelLoader(
             dtype=config.dtype,
             device=self._device,
-            ops=make_ops(self._backends.name_for_ops, self._device),
+            ops=self._make_ops(),
             quantization=config.quantization,
             model_impl=chosen_impl(self._config),
             max_model_len=self._config.max_model_len,
@@ -135,6 +137,8 @@ class ModelWorker:
         if ":" in loader.model_impl:
             # What no check before the start knows, because only a worker imports the plugin.
             check_plugged(self._config, replace(loader, ranks=ONLY_RANK).read_config(Path(config.model)))
+        if config.state_prompts != "auto":
+            check_state_prompts(loader.read_config(Path(config.model)), config.state_prompts)
         if self._config.cache.dtype != "auto":
             check_kv_dtype(loader.read_config(Path(config.model)), self._config.cache.dtype)
         if config.batch_invariant:
@@ -195,6 +199,20 @@ class ModelWorker:
             num_threads=torch.get_num_threads() if self._device.type == "cpu" else 0,
             argument_schemas=[plugin.schema for plugin in self._plugins],
         )
+
+    def _make_ops(self) -> Ops:
+        """Raises ``ValueError`` if prompts are to be computed by kernels that are not installed."""
+        prompts, wanted = state_prompts(self._config, self._device.type), self._config.worker.state_prompts
+        ops = make_ops(self._backends.name_for_ops, self._device, prompts)
+        if wanted not in ("chunks", "fla"):
+            return ops
+        try:
+            found = ops.states.prompts
+        except ImportError as error:
+            raise ValueError(f"state_prompts: fla-core lacks what prompts need: {error}") from error
+        if found != wanted:
+            raise ValueError(f"state_prompts: {wanted} needs Triton, which is not installed: choose scan")
+        return ops
 
     def _begin_scrub(self) -> None:
         if (seconds := self._config.worker.weights_scrub_seconds) == 0:

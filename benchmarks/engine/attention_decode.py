@@ -45,7 +45,7 @@ from tokenloom.gpu_worker.checkpoint.model_config import LatentSwitches, ModelCo
 from tokenloom.gpu_worker.kernels.levels import LEVELS, limit_level
 from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 
 from .bandwidth import read_bandwidth
 from .prefill_step import Products

@@ -158,6 +158,13 @@ class WorkerConfig(Struct, frozen=True):
         "CPU in an order that is the same in every batch, for prompts and drafts, and cpu in one that suits the batch.",
         Meta(extra=plugged("attention_backends", ATTENTION_BACKENDS)),
     ] = "auto"
+    state_prompts: Annotated[
+        Literal["auto", "scan", "chunks", "fla"],
+        "How a GPU computes prompts of layers that keep a state; scan: one token after the other, so that all that "
+        "decoding leaves can be hit; chunks: 64 tokens at once, so that prompts are cut at multiples of 64 and only "
+        "their own states and KV are hit; fla: the same with the package fla-core; auto: chunks where Triton's kernels "
+        "compute and steps have room for them, otherwise scan, as on a CPU.",
+    ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,
         "Instructions that the CPU's products and kernels may use, to compare them on one processor; auto: all that it "
@@ -466,6 +473,7 @@ class EngineConfig(Struct, frozen=True):
             **self.kv.tiers,
             "speculative_config": self.speculative,
             "state_memory_bytes": self.cache.state_memory_bytes,
+            "state_prompts": self.worker.state_prompts != "auto",
         }
         if named := [name for name, value in settings.items() if value]:
             raise ValueError(f"an encoder keeps no KV and no states; do not set {' or '.join(named)}")
@@ -483,20 +491,25 @@ class EngineConfig(Struct, frozen=True):
         """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens, and
         that compute prompts in chunks of so many tokens. 0: no layer does, which excludes memory for states."""
         if not chunk:
-            if self.cache.state_memory_bytes is not None:
-                raise ValueError("state_memory_bytes: no layer of this model keeps a state; leave it out")
-            return
+            named = {"state_memory_bytes": self.cache.state_memory_bytes is not None}
+            named["state_prompts"] = self.worker.state_prompts != "auto"
+            if name := next((name for name, is_set in named.items() if is_set), None):
+                raise ValueError(f"{name}: no layer of this model keeps a state; leave it out")
+        elif chunk > 1 and (lack := self.lack_for_chunks(chunk)):
+            raise ValueError(lack)
+
+    def lack_for_chunks(self, chunk: int) -> str:
+        """Return why steps have no room for prompts in chunks of so many tokens; empty: they have."""
         scheduler = self.scheduler
-        if chunk == 1:
-            return
         # Otherwise the first prompt of a step could have too few tokens for a whole chunk, step after step.
         if scheduler.max_num_batched_tokens < scheduler.max_num_seqs + chunk:
-            raise ValueError(
+            return (
                 f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}; layers of this model compute prompts "
                 f"in chunks of {chunk} tokens, so it must be at least max_num_seqs {scheduler.max_num_seqs} + {chunk}"
             )
         if 0 < scheduler.long_prefill_token_threshold <= chunk:
-            raise ValueError(
+            return (
                 f"long_prefill_token_threshold is {scheduler.long_prefill_token_threshold}; layers of this model "
                 f"compute prompts in chunks of {chunk} tokens, so it must be above {chunk}, or 0 for no limit"
             )
+        return ""

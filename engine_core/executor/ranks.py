@@ -231,8 +231,12 @@ def merged_info(models: Sequence[ModelInfo], output_rank: int, num_copies: int =
     Every pool has the same number of blocks, so a block is counted with the size that it has in the rank with the most
     layers.
     """
+    # The last stage may have no layer that keeps a state, and knows nothing of how the others compute theirs.
+    stateful = next((model for model in models if model.state_bytes), models[output_rank])
     return replace(
         models[output_rank],
+        numerics=stateful.numerics,
+        state_chunk=stateful.state_chunk,
         kv_bytes_per_token=max(model.kv_bytes_per_token for model in models),
         state_bytes=max(model.state_bytes for model in models),
         kv_layout=merged_layout([model.kv_layout for model in models[: len(models) // num_copies]]),

@@ -4,11 +4,12 @@ device, do not support."""
 import importlib.util
 import os
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
 from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig
 
 from ..parallel.sharding import RankPlace, Shard
-from .mixer_config import state_layout
+from .mixer_config import FLA, STATE_CHUNK, StatePrompts, state_layout
 from .model_config import ExpertSwitches, MixerSwitches, ModelConfig
 
 
@@ -275,8 +276,40 @@ def check_device_options(config: EngineConfig, kind: str) -> None:
         check_apart(config, kind)
 
 
+_TRITON = ("auto", "triton", *LIBRARIES)
+
+
+def state_prompts(config: EngineConfig, kind: str) -> StatePrompts:
+    """Return how a device of this kind computes prompts of layers with a recurrence, if it has Triton's kernels."""
+    worker = config.worker
+    if worker.state_prompts != "auto":
+        return worker.state_prompts
+    has_kernels = kind == "cuda" and worker.attention_backend in _TRITON
+    return "chunks" if has_kernels and not config.lack_for_chunks(STATE_CHUNK) else "scan"
+
+
+def _check_state_prompts(config: EngineConfig, kind: str) -> None:
+    """Raise ``ValueError`` if a device of this kind cannot compute prompts in the way that is chosen."""
+    worker = config.worker
+    if (wanted := worker.state_prompts) in ("auto", "scan"):
+        return
+    if kind != "cuda":
+        raise ValueError(f"state_prompts: {wanted} is computed on a GPU (cuda) only: choose scan, or leave it out")
+    if worker.attention_backend not in _TRITON:
+        raise ValueError(
+            f"state_prompts: {wanted} goes with Triton's kernels: leave out attention_backend "
+            f"{worker.attention_backend}, or choose scan"
+        )
+    if wanted == "fla":
+        try:
+            version(FLA)
+        except PackageNotFoundError:
+            raise ValueError(f"state_prompts: fla needs the package {FLA}; install it, or choose chunks") from None
+
+
 def check_host(config: EngineConfig) -> None:
     """Raise ``ValueError`` naming an option that is not supported with KV in the host's memory."""
+    _check_state_prompts(config, "cpu")
     if config.worker.dtype == "float16":
         raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
     if config.worker.quantization == "fp8":
@@ -317,6 +350,7 @@ def _product(parallel: ParallelConfig) -> str:
 
 def check_apart(config: EngineConfig, kind: str) -> None:
     """Raise ``ValueError`` naming an option that is not supported with KV in the memory of a device of this kind."""
+    _check_state_prompts(config, kind)
     if config.kv.offload_path:
         raise ValueError(f"kv_offload_path: KV on {kind} is not offloaded to files yet")
     if config.kv.store:

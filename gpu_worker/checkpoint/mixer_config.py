@@ -2,7 +2,8 @@
 torch."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from importlib.metadata import version
+from typing import Literal, NamedTuple
 
 from .files.architectures import DECODERS, STATEFUL
 from .files.config_reader import ConfigReader
@@ -11,6 +12,13 @@ from .rope_config import no_rotation
 
 _FORMS = {"delta": "gdn-scan-fp32", "kimi": "kda-scan-fp32", "mamba2": "mamba2-scan-fp32", "conv": "conv"}
 """How states are computed, as an engine's numerics name it: token after token, in float32."""
+StatePrompts = Literal["scan", "chunks", "fla"]
+"""How prompts of layers with a recurrence are computed: ``state_prompts`` of the engine's options, decided."""
+STATE_CHUNK = 64
+"""Tokens of a chunk in which a GPU computes them; ``fla-core`` has the same."""
+_CHUNK_FORMS = {"delta": "gdn", "kimi": "kda", "mamba2": "mamba2"}
+FLA = "fla-core"
+"""The package that computes prompts if ``fla`` is chosen; it has no kernels for Mamba-2's groups."""
 _KEEPING = ("linear_attention", "mamba", "conv")
 _ATTENDING = ("full_attention", "attention")
 _PARTS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -293,6 +301,32 @@ def _read_limits(reader: ConfigReader) -> tuple[float, float]:
 _MOST_STATE_SIZE = 512
 _UNSTATED_LENGTH = 2048
 """As transformers' modules have it."""
+
+
+def with_prompts(config: ModelConfig, prompts: StatePrompts) -> ModelConfig:
+    """Return the configuration of a model whose recurrences compute prompts so: what their sums depend on."""
+    mixer, states = config.mixer, config.states
+    if prompts == "scan" or mixer is None or states is None or mixer.kind not in _CHUNK_FORMS:
+        return config
+    # Other versions may sum in another order.
+    suffix = f"{FLA}-{version(FLA)}" if prompts == "fla" else "products"
+    return replace(config, states=replace(states, form=f"{_CHUNK_FORMS[mixer.kind]}-{suffix}", chunk=STATE_CHUNK))
+
+
+def check_state_prompts(config: ModelConfig | None, wanted: str) -> None:
+    """Raise ``ValueError`` if a model, whole, has no recurrence of which ``wanted`` could say how prompts are computed.
+    None: transformers' modules compute it."""
+    if wanted == "auto":
+        return
+    if config is None or config.mixer is None or config.mixer.kind not in _CHUNK_FORMS:
+        raise ValueError(
+            f"state_prompts: {wanted} says how built-in layers with a recurrence compute prompts, and this model has "
+            "none; leave it out"
+        )
+    if wanted == "fla" and config.mixer.kind == "mamba2":
+        raise ValueError(f"state_prompts: {FLA} does not compute Mamba-2 here; choose chunks, or leave it out")
+    if wanted == "fla" and config.dtype_name == "float32":
+        raise ValueError(f"state_prompts: {FLA} does not compute float32; choose chunks, or the dtype bfloat16")
 
 
 def _state_size(reader: ConfigReader, name: str, default: int) -> int:

@@ -55,7 +55,9 @@ from .local_config import (
     check_kv_dtype,
     check_options,
     local_config,
+    state_prompts,
 )
+from .mixer_config import check_state_prompts, with_prompts
 from .model_config import ModelConfig
 from .rope_config import check_context
 
@@ -80,6 +82,13 @@ class ServedHow:
     """The tokens of a chunk of the layers that keep a state between tokens; 0: none does, or only the engine knows."""
 
 
+def _device_kind(worker: WorkerConfig, *, has_gpu: bool) -> str:
+    """Return the kind of device on which the model will compute, as far as that is known."""
+    if not has_gpu or worker.device == "cpu":
+        return "cpu"
+    return "xpu" if worker.device == "xpu" else "cuda"
+
+
 _UNORDERED = {
     "encoder": "encoders",
     "transformers": "transformers' modules, which compute this model,",
@@ -96,13 +105,19 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     worker, path = config.worker, Path(config.worker.model)
     if worker.device == "cuda" and not has_gpu:
         raise ValueError("device cuda: PyTorch finds no GPU on this machine; choose cpu, or leave the option out")
-    check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
+    kind = _device_kind(worker, has_gpu=has_gpu)
+    check_device_options(config, kind)
     check_options(config)
     config.check_core_place()
     impl = chosen_impl(config)
     if ":" in impl:
         _check_plugged(config, impl)
     found = choose(path, worker.dtype, worker.quantization, impl, config.max_model_len)
+    if isinstance(found.config, ModelConfig):
+        model = with_prompts(found.config, state_prompts(config, kind))
+        found = replace(found, config=model, state_chunk=0 if model.states is None else model.states.chunk)
+    if found.by != "plugin" and worker.state_prompts != "auto" and (found.by == "transformers" or found.state_chunk):
+        check_state_prompts(found.config if isinstance(found.config, ModelConfig) else None, worker.state_prompts)
     if not is_gguf(path) and (name := read_wrapper(path)) is not None and not worker.language_model_only:
         _check_media(path, name, found, spreads_context=place_of(config.parallel).spreads_context)
     if worker.load_format == "dummy":

@@ -2,7 +2,7 @@
 or operation by operation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, DeviceBackend, KVCache
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.states import SentRuns, StatePlan
+from ..attention.states import StatePlan
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import DeviceLink, Event, to_device
 from ..models.model import LanguageModel, routes_of
@@ -155,8 +155,8 @@ class _Twin:
         return packed
 
 
-_OF_RUNS = ("states read", "states written", "state starts", "state chains")
-"""What is sent of the runs of states, in the order of ``SentRuns``."""
+_OF_RUNS = tuple(f"runs of states, {index}" for index in range(10))
+"""What is sent of the runs of states, in the order of ``StatePlan.arrays``."""
 _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -316,7 +316,7 @@ class DeviceSteps:
     def _state_arrays(self, states: StatePlan, size: GraphSize | None) -> dict[str, npt.NDArray[np.int32]]:
         """Return what is sent of the slots that a step reads and writes."""
         if size is None:
-            return dict(zip(_OF_RUNS, states.arrays(), strict=True))
+            return dict(zip(_OF_RUNS, states.arrays(), strict=False))
         assert self._graphs is not None
         assert self._graphs.states is not None, "a step with states has a graph only over slots that lie still"
         slots = np.full((2, size.step.requests), self._graphs.states.spare, dtype=np.int32)
@@ -343,8 +343,7 @@ class DeviceSteps:
         positions, states = sent.get("rope", tensors.positions[:num_tokens]), inputs.states
         if states is not None:
             most_tokens = int(np.diff(inputs.cu_query_lens).max(initial=0))
-            read, written, starts, chains = (sent[name] for name in _OF_RUNS)
-            states = replace(states, sent=SentRuns(read, written, starts, chains, most_tokens))
+            states = states.sent_as([sent[name] for name in _OF_RUNS if name in sent], most_tokens)
         return model.forward(tensors.token_ids[:num_tokens], positions, kv_caches, plan, embeds, states)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..kernels.triton.kv_cache import copy_blocks
 from ..kernels.triton.launch import launch
-from ..kernels.triton.step_rows import prepare_step, scatter
+from ..kernels.triton.rows import prepare_step, scatter
 from .step_tensors import SentStep, StepSize, StepTensors
 
 _WIDTH = 256

@@ -80,6 +80,8 @@ class DecodedStates:
 
     plan: StatePlan
     """Of as many rows as there may be."""
+    chains: Tensor
+    """[rows, 2] int32 on the device: each row's run is alone."""
     spare: int
     """The slot of padding."""
 
@@ -91,7 +93,7 @@ class DecodedStates:
         count = -(-most_rows // 4) * 4
         read, written = torch.full((2, count), spare, dtype=torch.int32, device=device).unbind()
         starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-        return cls(StatePlan(read, written, starts, states.layers), spare)
+        return cls(StatePlan(read, written, starts, states.layers), torch.stack((starts[:-1], starts[1:]), 1), spare)
 
     def clear(self) -> None:
         """Let all rows be padding."""
@@ -107,12 +109,13 @@ class DecodedStates:
     def part(self, rows: int) -> StatePlan:
         """Return the plan of a step of so many rows, each a chain of its own."""
         read, written, starts = self.plan.read[:rows], self.plan.written[:rows], self.plan.cu_lens[: rows + 1]
-        return StatePlan(read, written, starts, self.plan.layers, SentRuns(read, written, starts, starts, 1))
+        sent = SentRuns(read, written, starts, self.chains[:rows], self.chains[:rows], 1)
+        return StatePlan(read, written, starts, self.plan.layers, sent)
 
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """Holds what the host sent of a step, on the device; see ``kernels.triton.step_rows.prepare_step``."""
+    """Holds what the host sent of a step, on the device; see ``kernels.triton.rows.prepare_step``."""
 
     rows: Tensor
     """[requests] int32."""

@@ -19,6 +19,7 @@ from ..checkpoint.files.config_reader import UnsupportedError, config_entries
 from ..checkpoint.gguf.config import described_by, read_model
 from ..checkpoint.load_config import load_model_config, note_precision, read_dtype
 from ..checkpoint.local_config import local_config
+from ..checkpoint.mixer_config import with_prompts
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.quantization.entries import Fp8
 from ..checkpoint.served_how import ServedHow, check_dummy, choose, names_class
@@ -119,7 +120,7 @@ def load_model(
         modules = _transformers(path, found.lack).TransformersModel
         options = (device, ops or TorchOps(), quantization, max_model_len, ranks, adapt)
         return _noted(found, lambda: modules(path, read_dtype(path, dtype), *options))
-    config = local_config(found.config, ranks.place)
+    config = _laid_out(found.config, ranks, ops)
     if config.latent is not None and config.mixer is not None and type(ops) is CPUOps:
         ops = TokenwiseOps()  # a token has the bits of any batch, as its states have
     if config.shard.spreads_context:
@@ -152,6 +153,12 @@ def _scales_kv(config: ModelConfig) -> bool:
     and rotated before any norm that has no weights."""
     is_plain = config.latent is None and not config.kv_sources and not config.traits.is_interleaved
     return is_plain and config.family not in LEARNED_POSITIONS
+
+
+def _laid_out(config: ModelConfig, ranks: Ranks, ops: Ops | None) -> ModelConfig:
+    """Return what this one of ``ranks`` computes of a model with these operations; None: PyTorch's."""
+    own = local_config(config, ranks.place)
+    return own if own.states is None or ops is None else with_prompts(own, ops.states.prompts)
 
 
 def _made(impl: str, make: Callable[[], LanguageModel]) -> LanguageModel:
@@ -270,7 +277,7 @@ class ModelLoader:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
         found = self._choose(path)
         if isinstance(found.config, ModelConfig):
-            return local_config(found.config, self.ranks.place)
+            return _laid_out(found.config, self.ranks, self.ops)
         config: ModelConfig = _transformers(path).read_declared(
             path, read_dtype(path, self.dtype), self.quantization, self.max_model_len
         )

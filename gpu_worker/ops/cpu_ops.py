@@ -1,4 +1,5 @@
-"""Runs the operations as C++ kernels: each reads its data once and computes in float32 between load and store."""
+"""Runs the operations as C++ kernels: each reads its data once and computes in float32 between load and store; and
+chooses the operations that go with an attention backend."""
 
 from collections.abc import Callable
 from ctypes import byref
@@ -7,14 +8,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionPlan, KVCache
+from ..attention.attention_backend import TOKENWISE, AttentionPlan, KVCache
 from ..attention.cache import pointers
+from ..checkpoint.local_config import LIBRARIES
+from ..checkpoint.mixer_config import StatePrompts
 from ..checkpoint.model_config import SCALE_BYTES
-from ..kernels.library import HeadsArgs, load_fused
+from ..kernels.compiler import KernelsUnavailable, warn_unavailable
+from ..kernels.library import HeadsArgs, load_fused, uses_triton
 from ..kernels.threads import kernel_threads
 from ..layers.activation import ACTIVATIONS
 from ..layers.panel_linear import PanelLinear
-from .ops import HeadNorm, Rotation
+from .ops import HeadNorm, Ops, Rotation
 from .state_ops import CPUStateOps, StateOps
 from .torch_ops import TorchOps
 
@@ -159,3 +163,24 @@ class TokenwiseOps(CPUOps):
 
 def _is_bf16(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bfloat16
+
+
+def make_ops(attention_backend: str, device: torch.device, prompts: StatePrompts = "scan") -> Ops:
+    """C++ kernels with ``auto`` and ``cpu`` on a CPU where they can be had, Triton's with ``auto``, ``triton`` and the
+    attention of a library on a GPU, else PyTorch's operations. With ``tokenwise`` C++ kernels; raises ``ValueError`` if
+    they cannot be had. ``prompts``: how Triton's compute prompts of layers that keep a state; the others scan them."""
+    if attention_backend == TOKENWISE:
+        try:
+            return TokenwiseOps()
+        except KernelsUnavailable as error:
+            raise ValueError(f"batch_invariant: needs the C++ kernels: {error}") from error
+    if attention_backend in ("auto", "triton", *LIBRARIES) and uses_triton(device):
+        from .triton_ops import TritonOps
+
+        return TritonOps(prompts)
+    if attention_backend in ("auto", "cpu") and device.type == "cpu":
+        try:
+            return CPUOps()
+        except KernelsUnavailable as error:
+            warn_unavailable(str(error))
+    return TorchOps()

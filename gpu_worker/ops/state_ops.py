@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.states import FROM_ZERO, StatePlan
+from ..checkpoint.mixer_config import StatePrompts
 from ..kernels.library import ConvArgs, DeltaArgs, GatedNormArgs, Mamba2Args, load_fused, load_states
 from ..kernels.threads import kernel_threads
 
@@ -45,6 +46,9 @@ class Mamba2Weights(NamedTuple):
 
 class StateOps:
     """Computes with PyTorch, on every device: the oracle of the kernels."""
+
+    prompts: StatePrompts = "scan"
+    """How prompts of layers with a recurrence are computed."""
 
     def short_conv(
         self,

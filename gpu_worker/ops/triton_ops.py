@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import FP8_KV, AttentionPlan, KVCache
-from ..attention.states import SentRuns, StatePlan
+from ..attention.states import SentChunks, SentRuns, StatePlan
+from ..checkpoint.mixer_config import STATE_CHUNK, StatePrompts
 from ..checkpoint.weights import Linear
+from ..device.device_link import copy_packed
+from ..kernels.triton import mamba2_chunks, state_chunks
 from ..kernels.triton import states as kernels
 from ..kernels.triton.kv_cache import rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2
@@ -32,14 +35,29 @@ _CONV_TOKENS = 32
 """Tokens of a prompt that it computes: a prompt has as many programs as that allows."""
 _STATE_ROWS = 8
 """Rows, or columns, of a head's state that one warp keeps in registers."""
+_CHUNK_VALUES = 16
+"""Columns of a head's state that one program of the gated delta rule keeps in registers from chunk to chunk."""
+_CHUNK_ROWS = 32
+"""Rows of a head's state that one program of Mamba-2 does."""
+_CHUNK_CHANNELS = 32
+"""Channels of keys, or of values, that are multiplied at once where a chunk is computed alone."""
+_CHUNK_STATES = 64
+"""Elements of a row of Mamba-2's state that are."""
+_LEAST_SIDE = 16
+"""Of a matrix that tensor cores multiply."""
 
 
 class TritonOps(TorchOps):
     """Fulfils :class:`~.ops.Ops` for float32, float16 and bfloat16."""
 
+    def __init__(self, prompts: StatePrompts = "scan") -> None:
+        """``prompts``: how those of layers that keep a state are computed."""
+        super().__init__()
+        self._prompts = prompts
+
     @cached_property
     def states(self) -> StateOps:
-        return TritonStateOps()
+        return FlaStateOps() if self._prompts == "fla" else TritonStateOps(self._prompts)
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
@@ -162,8 +180,11 @@ def _stored(linears: tuple[Linear, Linear]) -> list[tuple[Tensor, Tensor | None,
 
 
 class TritonStateOps(StateOps):
-    """Computes layers that keep a state, for float32, float16 and bfloat16. A token has the same bits in any batch and
-    wherever its prompt is cut."""
+    """Computes layers that keep a state, for float32, float16 and bfloat16. A token has the same bits in any batch, and
+    wherever its prompt is cut; if its chunks are computed at once, wherever it is cut between them."""
+
+    def __init__(self, prompts: StatePrompts = "scan") -> None:
+        self.prompts = prompts
 
     def short_conv(
         self,
@@ -179,7 +200,7 @@ class TritonStateOps(StateOps):
         before, after = (x, x) if gates is None else gates
         bias, (taps, channels) = convolution.bias, states.shape[1:]
         arrays, sizes = (runs.read, runs.written, runs.starts, runs.chains), (channels, x.stride(0))
-        grid = (len(runs.chains) - 1, -(-channels // _CHANNELS))
+        grid = (len(runs.chains), -(-channels // _CHANNELS))
         constants: dict[str, Any] = {"TAPS": taps, "HAS_GATES": gates is not None, "WIDTH": _CHANNELS, "num_warps": 4}
         num_parts = -(-runs.most_tokens // _CONV_TOKENS)
         launch(
@@ -218,12 +239,14 @@ class TritonStateOps(StateOps):
         (_, key_heads, key_size), (heads, value_size) = key.shape, value.shape[1:]
         assert all(each.is_contiguous() for each in (states, decay, beta))
         out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if runs.chunks is not None:
+            self._delta_of_prompts(query, key, value, gates, states, out, plan, runs.chunks)
         values = min(_STATE_ROWS, power_of_2(value_size))
         launch(
             kernels.gated_delta,
-            (len(runs.chains) - 1, heads, -(-value_size // values)),
+            (len(runs.scanned), heads, -(-value_size // values)),
             *(query, key, value, decay, beta, states, out),
-            *(runs.read, runs.written, runs.starts, runs.chains),
+            *(runs.read, runs.written, runs.starts, runs.scanned),
             *(key.stride(0), value.stride(0)),
             key_size**-0.5,
             LENGTH_EPS,
@@ -238,6 +261,70 @@ class TritonStateOps(StateOps):
         )
         return out
 
+    def _delta_of_prompts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gates: tuple[Tensor, Tensor],
+        states: Tensor,
+        out: Tensor,
+        plan: StatePlan,
+        runs: SentChunks,
+    ) -> None:
+        """Compute the runs of prompts in chunks, into ``out``. The tensors are those of :meth:`gated_delta`, dense."""
+        (decay, beta), (_, key_heads, key_size), (heads, value_size) = gates, key.shape, value.shape[1:]
+        count, by_channel, parts = len(runs.chunks), decay.dim() == 3, _parts(key.dtype)
+        grid, padded = (count, heads), power_of_2(key_size, _LEAST_SIDE)
+        sizes: dict[str, Any] = {"HEADS": heads, "KEY": key_size, "PADDED_KEY": padded, "CHUNK": STATE_CHUNK}
+        levels = STATE_CHUNK.bit_length() - 1
+        shape = sizes | {"GROUP": heads // key_heads, "BY_CHANNEL": by_channel, "LEVELS": levels, "PARTS": parts}
+        rests = decay
+        if by_channel:
+            sums, rests = torch.empty_like(decay), torch.empty_like(decay)
+            launch(state_chunks.sum_decays, grid, decay, sums, rests, runs.chunks, **sizes, num_warps=8)
+            decay = sums
+        lower = beta.new_empty(count, heads, STATE_CHUNK, STATE_CHUNK)
+        found = key.new_empty(count, heads, parts, STATE_CHUNK, STATE_CHUNK)
+        factors = beta.new_empty(count, heads, 2, STATE_CHUNK)
+        launch(
+            state_chunks.delta_pairs,
+            grid,
+            *(query, key, decay, beta, lower, found, factors, runs.chunks, key.stride(0)),
+            key_size**-0.5,
+            LENGTH_EPS,
+            **shape,
+            BLOCK=min(_CHUNK_CHANNELS, padded),
+            num_warps=8 if by_channel else 4,
+        )
+        reading, asking, writing = (key.new_empty(count, heads, parts, STATE_CHUNK, key_size) for _ in range(3))
+        changes = beta.new_empty(count, heads, STATE_CHUNK, value_size)
+        remaining = beta.new_empty(count, heads, key_size)
+        launch(
+            state_chunks.delta_solve,
+            grid,
+            *(query, key, value, decay, rests, beta, lower, factors, reading, asking, writing, changes, remaining),
+            *(runs.chunks, key.stride(0), value.stride(0)),
+            **shape,
+            VALUE=value_size,
+            PADDED_VALUE=power_of_2(value_size, _LEAST_SIDE),
+            BLOCK=min(_CHUNK_CHANNELS, padded, power_of_2(value_size, _LEAST_SIDE)),
+            num_warps=4,
+        )
+        values = min(_CHUNK_VALUES, power_of_2(value_size, _LEAST_SIDE))
+        launch(
+            state_chunks.delta_chunks,
+            (len(runs.chains), heads, -(-value_size // values)),
+            *(found, reading, asking, writing, changes, remaining, states, out),
+            *(runs.read, runs.written, runs.run_chunks, runs.chains, runs.chunks),
+            **sizes,
+            VALUE=value_size,
+            VALUES=values,
+            PARTS=parts,
+            num_warps=4,
+            num_stages=1,  # two chunks at once need more shared memory than there is
+        )
+
     def mamba2(
         self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, weights: Mamba2Weights, states: Tensor, plan: StatePlan
     ) -> Tensor:
@@ -247,23 +334,61 @@ class TritonStateOps(StateOps):
         assert states.is_contiguous()
         (_, heads, head_size), (groups, state_size) = x.shape, b.shape[1:]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        tensors = (x, b, c, dt, weights.a, weights.d, weights.dt_bias, states, out)
+        numbers = (x.stride(0), dt.stride(0), *map(float, weights.dt_limits))
+        sizes: dict[str, Any] = {"HEADS": heads, "GROUP": heads // groups, "HEAD": head_size, "STATE": state_size}
+        if runs.chunks is not None:
+            self._mamba2_of_prompts(tensors, numbers, sizes, runs.chunks)
         rows = min(_STATE_ROWS, power_of_2(head_size))
         launch(
             kernels.mamba2,
-            (len(runs.chains) - 1, heads, -(-head_size // rows)),
-            *(x, b, c, dt, weights.a, weights.d, weights.dt_bias, states, out),
-            *(runs.read, runs.written, runs.starts, runs.chains),
-            *(x.stride(0), dt.stride(0)),
-            *map(float, weights.dt_limits),
-            HEADS=heads,
-            GROUP=heads // groups,
-            HEAD=head_size,
-            STATE=state_size,
+            (len(runs.scanned), heads, -(-head_size // rows)),
+            *tensors,
+            *(runs.read, runs.written, runs.starts, runs.scanned),
+            *numbers,
             PADDED_STATE=power_of_2(state_size),
             ROWS=rows,
+            **sizes,
             num_warps=1,
         )
         return out
+
+    def _mamba2_of_prompts(
+        self,
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
+        sizes: dict[str, Any],
+        runs: SentChunks,
+    ) -> None:
+        """Compute the runs of prompts in chunks. The arguments are those of the kernel that scans."""
+        x, b, c, dt, a, d, dt_bias, states, out = tensors
+        heads, head_size = x.shape[1:]
+        count, parts, padded = len(runs.chunks), _parts(x.dtype), power_of_2(sizes["STATE"], _LEAST_SIDE)
+        shape = sizes | {"PADDED_STATE": padded, "CHUNK": STATE_CHUNK, "PARTS": parts}
+        found = x.new_empty(count, heads, parts, STATE_CHUNK, STATE_CHUNK)
+        factors = a.new_empty(count, heads, 3, STATE_CHUNK)
+        of_pairs = {name: value for name, value in shape.items() if name != "HEAD"}
+        launch(
+            mamba2_chunks.mamba2_pairs,
+            (count, heads),
+            *(b, c, dt, a, dt_bias, found, factors, runs.chunks),
+            *numbers,
+            **of_pairs,
+            BLOCK=min(_CHUNK_STATES, padded),
+            num_warps=4,
+        )
+        rows = min(_CHUNK_ROWS, power_of_2(head_size, _LEAST_SIDE))
+        launch(
+            mamba2_chunks.mamba2_chunks,
+            (len(runs.chains), heads, -(-head_size // rows)),
+            *(x, b, c, d, found, factors, states, out),
+            *(runs.read, runs.written, runs.run_chunks, runs.chains, runs.chunks),
+            numbers[0],
+            **shape,
+            ROWS=rows,
+            num_warps=8,
+            num_stages=2,
+        )
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_first: bool) -> Tensor:
         gate, (rows, groups, size) = dense_rows(gate), x.shape
@@ -279,6 +404,55 @@ class TritonStateOps(StateOps):
             num_warps=min(16, max(1, width // 512)),
         )
         return out
+
+
+class FlaStateOps(TritonStateOps):
+    """Computes prompts of gated delta nets with ``fla-core``, in the model's dtype, and the rest as the others."""
+
+    def __init__(self) -> None:
+        """Raises ``ImportError`` if the package is missing or does not know the functions."""
+        super().__init__("fla")
+        # Imported here: it compiles nothing, and takes seconds.
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
+
+        self._rules = {2: chunk_gated_delta_rule, 3: chunk_kda}
+
+    def _delta_of_prompts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gates: tuple[Tensor, Tensor],
+        states: Tensor,
+        out: Tensor,
+        plan: StatePlan,
+        runs: SentChunks,
+    ) -> None:
+        shared, device = value.shape[1] // key.shape[1], value.device
+        for wave in plan.prompt_waves():
+            tokens, starts, read, written = copy_packed(list(wave), device)
+            q, k = (each.index_select(0, tokens).repeat_interleave(shared, 1) for each in (query, key))
+            rest = [each.index_select(0, tokens)[None] for each in (value, *gates)]
+            before = states.index_select(0, read.clamp(min=0)).masked_fill(read.lt(0)[:, None, None, None], 0.0)
+            result, after = self._rules[gates[0].dim()](
+                q=q[None],
+                k=k[None],
+                v=rest[0],
+                g=rest[1],
+                beta=rest[2],
+                initial_state=before,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=starts,
+            )
+            out.index_copy_(0, tokens, result[0].to(out.dtype))
+            states.index_copy_(0, written, after.to(states.dtype))
+
+
+def _parts(dtype: torch.dtype) -> int:
+    """Return as how many matrices of a dtype one in float32 is multiplied."""
+    return 1 if dtype == torch.float32 else 2
 
 
 def _sent(plan: StatePlan, states: Tensor) -> SentRuns:

@@ -1,6 +1,8 @@
 """How fast the kernels are alone, from graphs, and which of several wins; the ceilings say which share that is."""
 
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,19 @@ import torch.nn.functional as F
 from tests.gpu_check import sampler_speeds
 from tests.gpu_check.ceilings import PRODUCT, READ
 from tests.gpu_check.rows import Rows
+from tests.gpu_check.states import recurrences
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.library_backends import make_library_backend
+from tokenloom.gpu_worker.attention.states import FROM_ZERO, StatePlan
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
+from tokenloom.gpu_worker.checkpoint.mixer_config import STATE_CHUNK, StatePrompts
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear
 from tokenloom.gpu_worker.layers.triton_linear import GroupedLinear, TritonLinear, multiply_few
+from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
 _BLOCK = 16
 _FP8_KV = torch.float8_e4m3fn
@@ -29,6 +35,7 @@ def run(rows: Rows, target: Target = GPU) -> None:
         _attention(rows, target, [1] * count, length)
     _attention(rows, target, [target.pick(8192, 20)], target.pick(8192, 20))
     _attention(rows, target, [1] * target.pick(128, 2), target.pick(512, 40), _FP8_KV)
+    _prompt_states(rows, target)
     sampler_speeds.run(rows, target)
     counts = target.pick((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 20))
     for inputs, outputs in target.pick(((4096, 6144), (4096, 28672), (14336, 4096)), ((64, 32),)):
@@ -141,6 +148,26 @@ def _of_4_bits(target: Target, outputs: int, inputs: int) -> GroupedLinear:
     return GroupedLinear(
         QuantizedWeight(values, torch.rand(outputs, inputs // _GROUP, device=device), None, _GROUP), None, device
     )
+
+
+def _prompt_states(rows: Rows, target: Target) -> None:
+    """A prompt of layers that keep a state: token after token, in chunks, and with fla-core where it is installed."""
+    (heads, size), length = target.pick((32, 128), (4, 16)), target.pick(2048, 70)
+    layers = recurrences(torch.randn(length, 2 * heads * size).to(target.dtype), heads, size)
+    for kind, layer in layers.items():
+        inputs, weights = ([each.to(target.device) for each in part] for part in (layer.inputs, layer.weights))
+        states, found = layer.states.to(target.device), {}
+        ways: list[StatePrompts] = ["scan", "chunks"]
+        if target.has_gpu and kind != "mamba-2" and find_spec("fla") is not None:
+            ways.append("fla")
+        for way in ways:
+            what, chunk = f"{kind}, prompt of {length}, {way}", 1 if way == "scan" else STATE_CHUNK
+            plan = StatePlan.make([length], [FROM_ZERO], [1], [], chunk).send(target.device)
+            compute = partial(layer.compute, TritonOps(way).states, inputs, weights, states, plan)
+            if (ms := _ms(rows, target, what, compute, target.pick(2, 1))) is not None:
+                found[way] = ms
+                rows.add(what, us=ms * 1e3)
+        _winner(rows, f"{kind}, prompt of {length}", found)
 
 
 def _ms(rows: Rows, target: Target, name: str, run: Callable[[], object], calls: int) -> float | None:

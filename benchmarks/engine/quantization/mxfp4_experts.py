@@ -22,7 +22,7 @@ from tokenloom.gpu_worker.checkpoint.files.quantized_weight import Float4Weight
 from tokenloom.gpu_worker.layers.linear import make_linear
 from tokenloom.gpu_worker.layers.quantized_experts import QuantizedExperts
 from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows, mix_experts
 
 from ..bandwidth import read_bandwidth

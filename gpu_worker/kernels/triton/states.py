@@ -58,7 +58,7 @@ def short_conv(
     """
     chain, columns = tl.program_id(0), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < channels
-    first, last = tl.load(chains + chain), tl.load(chains + chain + 1)
+    first, last = tl.load(chains + 2 * chain), tl.load(chains + 2 * chain + 1)
     begin, end = tl.load(starts + first).to(tl.int64), tl.load(starts + last).to(tl.int64)
     slot, origin = tl.load(read + first).to(tl.int64), begin + tl.program_id(1) * TOKENS
     for index in tl.range(0, tl.minimum(end - origin, TOKENS)):
@@ -98,7 +98,7 @@ def keep_inputs(
 ):
     """Write the last inputs of each run of a convolution to its slot. Grid: (chains, channels / WIDTH)."""
     chain, columns = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    first, last = tl.load(chains + chain), tl.load(chains + chain + 1)
+    first, last = tl.load(chains + 2 * chain), tl.load(chains + 2 * chain + 1)
     _keep(x, gate, states, read, written, starts, first, last, columns, channels, row_stride, TAPS, HAS_GATES)
 
 
@@ -130,7 +130,7 @@ def _keep(
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     power = tl.exp(x)
     one_more = 1.0 + power
     # What 1 + power has lost of a small power comes back by the quotient.
@@ -149,7 +149,7 @@ def delta_gates(a, b, rates, bias, decay, beta, heads, row_stride, WIDTH: tl.con
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_head = columns < heads
     steps = tl.load(a + row * row_stride + columns, mask=is_head, other=0.0).to(tl.float32)
-    steps = _softplus(steps + tl.load(bias + columns, mask=is_head, other=0.0))
+    steps = softplus(steps + tl.load(bias + columns, mask=is_head, other=0.0))
     tl.store(decay + row * heads + columns, tl.load(rates + columns, mask=is_head, other=0.0) * steps, mask=is_head)
     amounts = tl.load(b + row * row_stride + columns, mask=is_head, other=0.0).to(tl.float32)
     tl.store(beta + row * heads + columns, tl.sigmoid(amounts), mask=is_head)
@@ -195,7 +195,7 @@ def gated_delta(
     is_key, is_value = keys < KEY, values < VALUE
     is_element = is_key[:, None] & is_value[None, :]
     place = states + head * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
-    first, last = tl.load(chains + chain), tl.load(chains + chain + 1)
+    first, last = tl.load(chains + 2 * chain), tl.load(chains + 2 * chain + 1)
     slot = tl.load(read + first).to(tl.int64)
     state = tl.load(place + slot * (HEADS * KEY * VALUE), mask=is_element & (slot >= 0), other=0.0)
     of_key = (head // GROUP) * KEY + keys
@@ -260,7 +260,7 @@ def mamba2(
     is_element = is_row[:, None] & is_column[None, :]
     place = states + head * (HEAD * STATE) + rows[:, None] * STATE + columns[None, :]
     rate, direct, bias = tl.load(a + head), tl.load(d + head), tl.load(dt_bias + head)
-    first, last = tl.load(chains + chain), tl.load(chains + chain + 1)
+    first, last = tl.load(chains + 2 * chain), tl.load(chains + 2 * chain + 1)
     slot = tl.load(read + first).to(tl.int64)
     state = tl.load(place + slot * (HEADS * HEAD * STATE), mask=is_element & (slot >= 0), other=0.0)
     of_group = (head // GROUP) * STATE + columns
@@ -268,7 +268,7 @@ def mamba2(
         begin, end = tl.load(starts + run).to(tl.int64), tl.load(starts + run + 1).to(tl.int64)
         for index in tl.range(0, end - begin, num_stages=3):
             row = begin + index
-            time = _softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
+            time = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
             time = tl.minimum(tl.maximum(time, least_dt), most_dt)
             inputs = tl.load(x + row * row_stride + head * HEAD + rows, mask=is_row, other=0.0).to(tl.float32)
             into = tl.load(b + row * row_stride + of_group, mask=is_column, other=0.0).to(tl.float32)

@@ -6,7 +6,8 @@ from tokenloom.engine_core.data.errors import (
     WeightsDamagedError,
     WorkerLostError,
 )
-from tokenloom.engine_core.executor.ranks import joined_results
+from tokenloom.engine_core.data.model_info import ModelInfo
+from tokenloom.engine_core.executor.ranks import joined_results, merged_info
 
 REFUSED, FAILED = ValueError("no such file"), ExecutorFailedError("worker 1: OSError: the disk failed")
 LOST = WorkerLostError("worker 1 ended with status -9")
@@ -43,3 +44,12 @@ def test_a_call_that_some_ranks_made_is_an_error_with_their_results(error: Excep
     assert raised.value.is_refused is is_refused
     assert str(raised.value).count("worker 1: ") == 1
     assert str(raised.value).endswith("done by worker 0, worker 2")
+
+
+def test_a_stage_without_states_does_not_hide_how_others_compute_theirs() -> None:
+    """The rank that draws is the last one, and prompts must be cut where the chunks of the first one end."""
+    first = ModelInfo(9, 64, 8, "a", "cuda/states-gdn-products-chunk64-strict", state_bytes=5, state_chunk=64)
+    last = ModelInfo(9, 64, 16, "b", "cuda")
+    merged = merged_info([first, last], 1)
+    assert (merged.state_chunk, merged.state_bytes, merged.numerics) == (64, 5, first.numerics)
+    assert merged_info([last, last], 1).numerics == "cuda"

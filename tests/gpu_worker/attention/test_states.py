@@ -7,7 +7,7 @@ import torch
 
 from tokenloom.engine_core.data.scheduler_output import StateRun
 from tokenloom.gpu_worker.attention.cache import kv_layout
-from tokenloom.gpu_worker.attention.states import FROM_ZERO, StateSlots, allocate_states
+from tokenloom.gpu_worker.attention.states import FROM_ZERO, StatePlan, StateSlots, allocate_states
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, StateLayout, StateShape
 
 CPU = torch.device("cpu")
@@ -64,6 +64,35 @@ def test_the_plan_of_a_step_has_the_runs_in_order() -> None:
     assert plan.cu_lens.tolist() == [0, 64, 67, 68]
     assert {plan.read.dtype, plan.written.dtype, plan.cu_lens.dtype} == {torch.int32}
     assert plan.layers is slots.layers
+
+
+def test_runs_of_prompts_are_divided_into_chunks() -> None:
+    """Single tokens behind a prompt are scanned; one before a run of several is of the prompt."""
+    lengths, read, written = [1, 64, 70, 1, 1, 1, 5], [0, FROM_ZERO, 1, 2, 2, 3, 4], [0, 1, 2, 2, 2, 4, 5]
+    sent = StatePlan.make(lengths, read, written, [], 64).send(CPU).sent
+    assert sent is not None
+    assert sent.chains.tolist() == [[0, 1], [1, 5], [5, 7]]
+    assert sent.scanned.tolist() == [[0, 1], [3, 5]]
+    assert sent.chunks is not None
+    assert sent.chunks.read.tolist() == [FROM_ZERO, 1, 3, 4]
+    assert sent.chunks.written.tolist() == [1, 2, 4, 5]
+    assert sent.chunks.run_chunks.tolist() == [0, 1, 3, 4, 5]
+    assert sent.chunks.chains.tolist() == [[0, 2], [2, 4]]
+    assert sent.chunks.chunks.tolist() == [[1, 65], [65, 129], [129, 135], [137, 138], [138, 143]]
+    assert {each.dtype for each in (*sent.chunks, sent.scanned, sent.chains)} == {torch.int32}
+
+
+def test_a_step_without_prompts_has_no_chunks() -> None:
+    sent = StatePlan.make([1, 1], [0, 1], [0, 1], [], 64).send(CPU).sent
+    assert sent is not None
+    assert sent.chunks is None
+    assert sent.scanned.tolist() == [[0, 1], [1, 2]]
+
+
+def test_modules_divide_prompts_themselves() -> None:
+    slots = StateSlots(replace(WITH_STATES, states=StateLayout((DELTA, None), "modules", 64)), 4, CPU)
+    slots.allocate()
+    assert slots.plan([StateRun("a", 64, FROM_ZERO, 2)]).chunk == 1
 
 
 def test_dummy_steps_have_a_slot_of_their_own() -> None:

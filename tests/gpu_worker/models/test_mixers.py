@@ -15,7 +15,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.models.decoder import DecoderModel
 from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.models.load_model import load_model
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 
 SaveCheckpoint = Callable[..., Path]
 EditConfig = Callable[..., None]

@@ -30,7 +30,7 @@ from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 __all__ = ("on_cuda",)

@@ -11,10 +11,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from tokenloom.gpu_worker.attention.attention_backend import TOKENWISE
 from tokenloom.gpu_worker.attention.cache import write_slots
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.ops import ops_choice
-from tokenloom.gpu_worker.ops.cpu_ops import CPUOps, TokenwiseOps
+from tokenloom.gpu_worker.ops import cpu_ops
+from tokenloom.gpu_worker.ops.cpu_ops import CPUOps, TokenwiseOps, make_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -122,7 +121,7 @@ def test_torch_takes_the_place_of_missing_kernels(monkeypatch):
     def fail():
         raise KernelsUnavailable("there is no C++ compiler (g++)")
 
-    monkeypatch.setattr(ops_choice, "CPUOps", fail)
+    monkeypatch.setattr(cpu_ops, "CPUOps", fail)
     assert isinstance(make_ops("auto", CPU), TorchOps)
 
 
@@ -178,6 +177,6 @@ def test_batch_invariant_engines_need_the_kernels(monkeypatch):
     def fail():
         raise KernelsUnavailable("no compiler")
 
-    monkeypatch.setattr(ops_choice, "TokenwiseOps", fail)
+    monkeypatch.setattr(cpu_ops, "TokenwiseOps", fail)
     with pytest.raises(ValueError, match="batch_invariant: needs the C\\+\\+ kernels: no compiler"):
         make_ops(TOKENWISE, CPU)

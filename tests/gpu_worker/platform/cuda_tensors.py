@@ -16,7 +16,7 @@ from tokenloom.gpu_worker.attention import attention_backends
 from tokenloom.gpu_worker.layers import fp8_linear, linear
 from tokenloom.gpu_worker.lora import slots
 from tokenloom.gpu_worker.models import experts
-from tokenloom.gpu_worker.ops import ops_choice
+from tokenloom.gpu_worker.ops import cpu_ops
 
 CUDA = torch.device("cuda", 0)
 _MIXING = {"copy_", "__set__", "__setitem__", "__getitem__", "to", "cpu", "cuda", "type_as"}
@@ -117,7 +117,7 @@ def _on_gpu(result: Any) -> Any:
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Provide a GPU on which PyTorch computes, without Triton."""
-    for module in (attention_backends, experts, fp8_linear, linear, ops_choice, slots):
+    for module in (attention_backends, experts, fp8_linear, linear, cpu_ops, slots):
         monkeypatch.setattr(module, "uses_triton", lambda device: False)
     monkeypatch.setattr(linear, "computes_fp8", lambda device: False)
     with OnCuda():

@@ -228,6 +228,8 @@ _MORE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"quantization": "fp8"},
         {"device": "cuda"},
         {"enforce_eager": True},
+        {"state_prompts": "scan"},
+        {"state_prompts": "chunks"},
     ),
     "cache": (
         {"dtype": "int8"},

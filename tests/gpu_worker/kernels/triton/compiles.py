@@ -32,6 +32,7 @@ from tokenloom.engine_core.data.lora import LoraConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.gpu_worker import model_worker
 from tokenloom.gpu_worker.attention import attention_backends
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels, copy_pool_blocks
 from tokenloom.gpu_worker.cuda.step_tensors import StepTools
@@ -41,7 +42,7 @@ from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.lora import slots
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.models import experts
-from tokenloom.gpu_worker.ops import ops_choice
+from tokenloom.gpu_worker.ops import cpu_ops
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
 
@@ -64,6 +65,8 @@ MODELS: dict[str, dict[str, Any]] = {
     **{kind: {**entries_of(kind), "vocab_size": 199} for kind in ("qwen3_5_text", "nemotron_h")},
 }
 _NUM_REQUESTS = 60
+_STEPS = {"small steps": 21, "chunks": 95}
+"""The tokens of the largest step of cases that need others than the rest."""
 _ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
@@ -189,12 +192,15 @@ def count(case: str, compiles: Compiles) -> dict[str, Any]:
             # An odd number of rows and of tokens: what lies behind them in an array must be aligned all the same.
             worker=WorkerConfig(model=str(path), dtype="bfloat16", attention_backend="triton", num_threads=1),
             cache=CacheConfig(block_size=16, num_blocks=200),
-            scheduler=SchedulerConfig(max_num_seqs=21, max_num_batched_tokens=21 if how == "small steps" else 75),
+            scheduler=SchedulerConfig(max_num_seqs=21, max_num_batched_tokens=_STEPS.get(how, 75)),
             kv=KVConfig(transports=() if entries_of(name) else ("cuda",)),  # states do not move between GPUs
             lora=_adapters(path) if how == "adapters" else LoraConfig(),
             max_model_len=256,
         )
-        core = EngineCore(config, UniProcExecutor(ModelWorker(config, Platform(has_graphs=how in ("", "adapters")))))
+        # As on a GPU: these tensors are the CPU's.
+        model_worker.state_prompts = lambda *_: "chunks" if how == "chunks" else "scan"  # type: ignore[assignment]
+        has_graphs = how in ("", "adapters", "chunks")
+        core = EngineCore(config, UniProcExecutor(ModelWorker(config, Platform(has_graphs=has_graphs))))
         begun = len(compiles.found)
         loaded = [] if core.adapters is None else core.adapters.answer().adapters
         steps = serve(core, [b"", *(state.digest for state in loaded)])
@@ -216,7 +222,7 @@ def main() -> None:
     torch.mm = _multiply  # type: ignore[assignment]
     triton.runtime.driver.set_active(Driver())
     triton.knobs.runtime.jit_cache_hook = compiles
-    for module in (attention_backends, experts, linear, ops_choice, slots):
+    for module in (attention_backends, experts, linear, cpu_ops, slots):
         module.uses_triton = lambda device: True
     found = {}
     for case in sys.argv[1:]:

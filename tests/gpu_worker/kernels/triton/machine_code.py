@@ -31,6 +31,7 @@ from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.states import StatePlan
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
+from tokenloom.gpu_worker.checkpoint.mixer_config import STATE_CHUNK
 from tokenloom.gpu_worker.cuda import row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_linear
@@ -248,9 +249,9 @@ def log_probabilities() -> None:
     TritonSamplerKernels().find_logprobs(logits, wanted, tokens, 20)
 
 
-def states(tokens: int) -> tuple[torch.Tensor, StatePlan]:
+def states(tokens: int, chunk: int = 1) -> tuple[torch.Tensor, StatePlan]:
     """Return rows of the 8,192 channels of Qwen3-Next and Qwen3.5 4B before its convolution, and their plan."""
-    return _empty(tokens, 8192), StatePlan.make([tokens], [0], [1], []).send(META)
+    return _empty(tokens, 8192), StatePlan.make([tokens], [0], [1], [], chunk).send(META)
 
 
 def convolution(tokens: int) -> None:
@@ -258,22 +259,23 @@ def convolution(tokens: int) -> None:
     TritonOps().states.short_conv(rows, Convolution(_empty(4, 8192), None, True), _empty(2, 3, 8192), plan)
 
 
-def delta(*, by_channel: bool) -> None:
+def delta(tokens: int = 4, chunk: int = 1, *, by_channel: bool) -> None:
     floats = partial(_empty, dtype=torch.float32)
-    rows, plan = states(4)
-    query, key = rows[:, :2048].view(4, 16, 128), rows[:, 2048:4096].view(4, 16, 128)
-    gates = floats(4, 32, 128) if by_channel else floats(4, 32), floats(4, 32)
-    value = rows[:, 4096:].view(4, 32, 128)
+    rows, plan = states(tokens, chunk)
+    query, key = rows[:, :2048].view(tokens, 16, 128), rows[:, 2048:4096].view(tokens, 16, 128)
+    gates = floats(tokens, 32, 128) if by_channel else floats(tokens, 32), floats(tokens, 32)
+    value = rows[:, 4096:].view(tokens, 32, 128)
     TritonOps().states.gated_delta(query, key, value, gates, floats(2, 32, 128, 128), plan)
 
 
-def mamba2() -> None:
+def mamba2(tokens: int = 4, chunk: int = 1) -> None:
     """Of the sizes of Granite 4.0 H Small."""
     floats = partial(_empty, dtype=torch.float32)
-    rows, plan = _empty(4, 8448), StatePlan.make([4], [0], [1], []).send(META)
-    x, b, c = rows[:, :8192].view(4, 128, 64), rows[:, 8192:8320].view(4, 1, 128), rows[:, 8320:].view(4, 1, 128)
+    rows, plan = _empty(tokens, 8448), StatePlan.make([tokens], [0], [1], [], chunk).send(META)
+    x = rows[:, :8192].view(tokens, 128, 64)
+    b, c = rows[:, 8192:8320].view(tokens, 1, 128), rows[:, 8320:].view(tokens, 1, 128)
     weights = Mamba2Weights(floats(128), floats(128), floats(128))
-    TritonOps().states.mamba2(x, b, c, _empty(4, 128), weights, floats(2, 128, 64, 128), plan)
+    TritonOps().states.mamba2(x, b, c, _empty(tokens, 128), weights, floats(2, 128, 64, 128), plan)
 
 
 def gates_of_states() -> None:
@@ -331,6 +333,9 @@ CASES: dict[str, Callable[[], object]] = {
     "gated delta": lambda: delta(by_channel=False),
     "gated delta by channel": lambda: delta(by_channel=True),
     "mamba-2": mamba2,
+    "gated delta in chunks": lambda: delta(512, STATE_CHUNK, by_channel=False),
+    "gated delta by channel in chunks": lambda: delta(512, STATE_CHUNK, by_channel=True),
+    "mamba-2 in chunks": lambda: mamba2(512, STATE_CHUNK),
     "gates and norms of states": gates_of_states,
     "block copy": block_copies,
     "step of rows": rows_of_a_step,

@@ -8,7 +8,7 @@ from tokenloom.gpu_worker.attention import attention_backends
 from tokenloom.gpu_worker.device.device_link import Past
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.models import experts as grouped_experts
-from tokenloom.gpu_worker.ops import ops_choice
+from tokenloom.gpu_worker.ops import cpu_ops
 
 META = torch.device("meta")
 
@@ -50,6 +50,6 @@ def use_kernels_on_meta(monkeypatch, modules) -> list[str]:
 
     for module in modules:
         monkeypatch.setattr(module, "launch", launch)
-    for module in (attention_backends, grouped_experts, linear, ops_choice):
+    for module in (attention_backends, grouped_experts, linear, cpu_ops):
         monkeypatch.setattr(module, "uses_triton", lambda device: device == META)
     return launched

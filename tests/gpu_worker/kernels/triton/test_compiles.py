@@ -17,6 +17,8 @@ CASES = [
     "llama, adapters",
     "qwen3_5_text",
     "nemotron_h, without graphs",
+    "qwen3_5_text, chunks",
+    "nemotron_h, chunks",
 ]
 EVERYWHERE = {"add_norm", "attend", "few_rows", "prepare_step", "scatter"}
 ASKED = {"add_listed", "change_rows", "count_drawn", "logprobs", "sample"}
@@ -24,6 +26,8 @@ OF_CASES = {
     # A part of each head is rotated, which PyTorch does.
     "qwen3_5_text": {"short_conv", "keep_inputs", "delta_gates", "gated_delta", "gated_norm", "write_kv"},
     "nemotron_h, without graphs": {"short_conv", "keep_inputs", "mamba2", "gated_norm", "rotate_and_write"},
+    "qwen3_5_text, chunks": {"delta_pairs", "delta_solve", "delta_chunks", "gated_delta", "short_conv"},
+    "nemotron_h, chunks": {"mamba2_pairs", "mamba2_chunks", "mamba2", "short_conv"},
 }
 OF_OTHERS = {"copy_blocks", "rotate_and_write"}
 

@@ -53,6 +53,9 @@ CASES = {
     "gated delta": {},
     "gated delta by channel": {},
     "mamba-2": {},
+    "gated delta in chunks": {},
+    "gated delta by channel in chunks": {},
+    "mamba-2 in chunks": {},
     "gates and norms of states": {},
     "block copy": {},
     "step of rows": {},
@@ -125,6 +128,14 @@ def test_what_streams_activations_loads_many_bytes_at_a_time(codes, case):
 def test_the_inputs_of_the_next_tokens_are_on_their_way_while_one_is_computed(codes, case):
     for code in codes[case]:
         assert sum(count for name, count in code["instructions"].items() if name.startswith("LDGSTS")) >= 6, code
+
+
+@pytest.mark.parametrize("case", ["gated delta in chunks", "gated delta by channel in chunks", "mamba-2 in chunks"])
+def test_chunks_are_multiplied_by_tensor_cores(codes, case):
+    found = {code["kernel"]: code["instructions"] for code in codes[case]}
+    kernels = ["mamba2_pairs", "mamba2_chunks"] if "mamba" in case else ["delta_pairs", "delta_solve", "delta_chunks"]
+    for kernel in kernels:
+        assert found[kernel].get("HGMMA", 0) + found[kernel].get("HMMA", 0) >= 4, kernel
 
 
 @pytest.mark.parametrize("capability", _CASES)

@@ -94,8 +94,10 @@ def test_rows_decode_side_by_side(kernels, kind):
 
 def test_a_plan_knows_which_runs_follow_each_other():
     sent = plan([3, 1, 20, 12, 5, 2], [FROM_ZERO, 3, 4, 4, FROM_ZERO, 0], [1, 2, 4, 0, 3, 5]).sent
-    assert sent.chains.tolist() == [0, 1, 2, 4, 5, 6]
+    assert sent.chains.tolist() == [[0, 1], [1, 2], [2, 4], [4, 5], [5, 6]]
+    assert sent.scanned is sent.chains
     assert sent.most_tokens == 32
+    assert sent.chunks is None
 
 
 @dtypes

@@ -21,7 +21,7 @@ from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.load_model import load_model
 from tokenloom.gpu_worker.ops import triton_ops
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 from tokenloom.gpu_worker.sampler.device import sampler_kernels
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels

@@ -15,7 +15,7 @@ from tests.gpu_worker.conftest import RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.served_how import choose
 from tokenloom.gpu_worker.models import transformers as transformers_package
 from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 
 
 def test_models_are_loaded_one_after_the_other(

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from tokenloom.gpu_worker.models.transformers.experts import can_group
 from tokenloom.gpu_worker.models.transformers.modules import LinearModule, NormModule, replace_modules
 from tokenloom.gpu_worker.models.transformers.paged_attention import UnservableModel
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 

@@ -17,7 +17,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.attention.states import FROM_ZERO, StateSlots
 from tokenloom.gpu_worker.models.self_check import check_model
 from tokenloom.gpu_worker.models.transformers.transformers_model import TransformersModel
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 
 CPU = torch.device("cpu")
 BLOCK = 16

@@ -22,7 +22,7 @@ from tokenloom.gpu_worker.layers.panel_linear import PackedLinear, PanelLinear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
 from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
 from tokenloom.gpu_worker.models.transformers.stored_weights import StoredWeight
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 
 RunModel = Callable[..., list[Tensor]]
 SaveCheckpoint = Callable[..., Path]

@@ -12,7 +12,7 @@ from tests.gpu_worker.conftest import EditConfig, RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.model_slot import tensors_of
 from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
-from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.ops.cpu_ops import make_ops
 
 CPU = torch.device("cpu")
 PROMPTS = [torch.arange(length) * 7 % 190 + 3 for length in (5, 40)]

@@ -272,8 +272,9 @@ def _streams() -> Iterator[Callable[[], str]]:
 def _until_work() -> Iterator[None]:
     """Let what begins a command's work raise `Reached`."""
     with contextlib.ExitStack() as stack:
-        for owner, name in ((asyncio, "run"), (subprocess, "Popen"), (time, "sleep")):
+        for owner, name in ((asyncio, "run"), (time, "sleep")):
             stack.enter_context(patch.object(owner, name, _reach))
+        stack.enter_context(patch.object(subprocess, "Popen", _NoProcess))
         stack.enter_context(patch.object(socket, "getaddrinfo", _resolve))
         stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", True))
         work = {getattr(importlib.import_module(module), name): name for module, name in _WORK}
@@ -301,6 +302,13 @@ def _reach(*arguments: object, **_: object) -> NoReturn:
         if asyncio.iscoroutine(each):
             each.close()
     raise Reached
+
+
+class _NoProcess(subprocess.Popen[Any]):
+    """Stands for the class, which modules that a command imports name in their annotations."""
+
+    def __init__(self, *arguments: object, **_: object) -> None:
+        raise Reached
 
 
 _resolve_address = socket.getaddrinfo

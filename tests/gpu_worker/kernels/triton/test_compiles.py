@@ -31,6 +31,10 @@ OF_CASES = {
 }
 OF_OTHERS = {"copy_blocks", "rotate_and_write"}
 
+# One process compiles what all cases need, within the first case's time: a minute on a free core, and more than the
+# suite's limit beside a load of ten on each.
+pytestmark = pytest.mark.timeout(1800)
+
 
 @pytest.fixture(scope="module")
 def counts():

@@ -152,7 +152,7 @@ def _of_4_bits(target: Target, outputs: int, inputs: int) -> GroupedLinear:
 
 def _prompt_states(rows: Rows, target: Target) -> None:
     """A prompt of layers that keep a state: token after token, in chunks, and with fla-core where it is installed."""
-    (heads, size), length = target.pick((32, 128), (4, 16)), target.pick(2048, 70)
+    (heads, size), length = target.pick((32, 128), (4, 16)), target.pick(2048, 20)
     layers = recurrences(torch.randn(length, 2 * heads * size).to(target.dtype), heads, size)
     for kind, layer in layers.items():
         inputs, weights = ([each.to(target.device) for each in part] for part in (layer.inputs, layer.weights))

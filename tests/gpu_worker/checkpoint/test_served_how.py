@@ -632,7 +632,9 @@ def test_fla_computes_gated_delta_nets_in_16_bits(tmp_path: Path, monkeypatch: p
     assert (found.states.form, found.states.chunk) == ("gdn-fla-core-0.6.0", 64)
     with pytest.raises(ValueError, match="fla-core does not compute float32; choose chunks, or the dtype bfloat16"):
         answer(tmp_path, DELTA, **options)
-    mamba = of("Mamba2ForCausalLM", "mamba2", dtype="bfloat16", head_dim=8, num_heads=4, n_groups=1)
+    sizes = {name: LLAMA[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    heads = {"head_dim": 8, "num_heads": 4, "n_groups": 1, "dtype": "bfloat16"}
+    mamba = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", **sizes, **heads}
     with pytest.raises(ValueError, match="fla-core does not compute Mamba-2 here; choose chunks"):
         answer(tmp_path, mamba, **options)
 

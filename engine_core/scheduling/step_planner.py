@@ -346,6 +346,8 @@ class StepPlanner:
         num_decoding = len(self._running) - len(begun)
         fewest = len(begun) + self._fewest_of_prompt
         at_once = share.most_at_once
+        if len(prompts) > 1 and self._num_stages == 1:  # stages compute several such steps at a time
+            at_once = share.most_of_burst(prompts)
         if not num_decoding:
             return min(self._max_tokens, max(fewest, at_once))
         if not prompts:  # what is left over is for drafts

@@ -62,11 +62,11 @@ class TimedSteps:
         num_tokens: Output tokens of all requests.
     """
 
-    def __init__(self, decode: float, row: float, token: float, **settings: object) -> None:
+    def __init__(self, decode: float, row: float, token: float, alone: float, **settings: object) -> None:
         """``decode``: seconds of a step in which requests decode, ``row``: those of each of them; ``token``: those of a
-        prompt token. ``settings``: those of the scheduler."""
+        prompt token; ``alone``: those of a step of prompts alone besides. ``settings``: those of the scheduler."""
         self.now, self.first, self.gaps, self.num_tokens = 0.0, dict[str, float](), list[float](), 0
-        self._decode, self._row, self._token = decode, row, token
+        self._decode, self._row, self._token, self._alone = decode, row, token, alone
         defaults = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "prefill_tokens_beside_decode": 128}
         config = SchedulerConfig(**defaults | settings)  # type: ignore[arg-type]
         cache = CacheConfig(block_size=16)
@@ -97,7 +97,8 @@ class TimedSteps:
         counts = scheduled.num_scheduled_tokens.values()
         num_decoding = sum(each.first_output_sent for each in requests)
         num_prompt_tokens = sum(counts) - num_decoding
-        seconds = (self._decode + self._row * num_decoding if num_decoding else 0.0) + self._token * num_prompt_tokens
+        others = self._decode + self._row * num_decoding if num_decoding else self._alone
+        seconds = others + self._token * num_prompt_tokens
         self.now += seconds
         self.scheduler.note_step_time(scheduled, seconds)
         sampled = [[50] if each.kv.num_computed_tokens == each.num_tokens else [] for each in requests]

@@ -9,7 +9,7 @@ from collections import deque
 
 from tests.engine_core.planned_steps import TimedSteps
 
-COSTS = (0.05, 0.0025, 0.0011)
+COSTS = (0.05, 0.0025, 0.0011, 0.02)
 LIMITS = {"none": None, "by cost": 128}
 
 

@@ -173,7 +173,7 @@ def test_no_tokens_are_left_for_a_request_that_cannot_begin(state: PauseState) -
 
 def begin_long(num_tokens: int) -> TimedSteps:
     """Return a scheduler of which a request decodes, and another one has begun a long prompt."""
-    steps = TimedSteps(0.05, 0.0025, 0.0011)
+    steps = TimedSteps(0.05, 0.0025, 0.0011, 0.02)
     steps.add("stream", 30, 500)
     steps.step()
     steps.add("long", num_tokens, 5)

@@ -2,6 +2,7 @@
 
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenloom.request.errors import InvalidArgument
 
@@ -13,6 +14,11 @@ CHANGED_SUFFIX = ".changed"
 """Takes the place of a state file's: a socket of the supervisor, which gets an empty datagram when the file changes."""
 DNS = "dns:///"
 """Prefix of an address (``dns:///name:port``) whose name has an entry per replica, as a headless Service's has."""
+
+
+def draft_of(state_file: Path, pid: int) -> Path:
+    """Return where a process writes its state before that replaces the file."""
+    return state_file.with_name(f".{state_file.name}.{pid}")
 
 
 @dataclass(frozen=True)

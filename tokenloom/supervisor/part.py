@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
+from tokenloom.services.runtime.addresses import CHANGED_SUFFIX, draft_of
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.services.runtime.tasks import first_of
 
@@ -146,6 +146,7 @@ class SupervisedPart:
                 self._predecessors.add(process)
             else:
                 process.kill_group()  # also the processes that the part left
+                draft_of(self.spec.state_file, process.pid).unlink(missing_ok=True)  # it was killed while it wrote
             self._report(False)
             self.state = None
             self.spec.state_file.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from tokenloom.process.fall_backs import OF_PROCESS, FallBacks
 from tokenloom.process.plugins import described
 from tokenloom.request.errors import TokenloomError, Unavailable
 
-from ..addresses import CHANGED_SUFFIX
+from ..addresses import CHANGED_SUFFIX, draft_of
 from ..peers.callers import check_caller
 from ..peers.certificate import wait_for_files
 from ..peers.tls import MeshTLS, PublicTLS
@@ -50,7 +50,7 @@ class StateFile:
             return
         # Replaced as a whole: the supervisor and `tokenloom ps` read the file at any moment and must not see half of
         # it.
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        draft = draft_of(self._path, os.getpid())
         try:
             draft.write_text(json.dumps(self._fields))
             draft.replace(self._path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tokenloom.services.runtime.addresses import CHANGED_SUFFIX
+from tokenloom.services.runtime.addresses import CHANGED_SUFFIX, draft_of
 from tokenloom.supervisor import part as part_module
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part import SupervisedPart, describe_exit
@@ -104,6 +104,18 @@ async def test_a_part_that_is_made_to_crash_does_not_serve_by_what_its_file_stil
         while notices.exists():  # its end has not been noticed
             assert not part.serving.is_set()
             await asyncio.sleep(0)
+
+
+async def test_a_state_that_was_half_written_is_removed(
+    make_spec: MakeSpec, output: LineCopier, eventually: Eventually
+) -> None:
+    part = SupervisedPart(make_spec(), output)
+    async with kept(part):
+        pid = await serving_pid(part)
+        draft = draft_of(part.spec.state_file, pid)
+        draft.touch()  # as by a process that is killed at that moment
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not draft.exists())
 
 
 async def test_only_the_first_process_has_the_first_flags(

@@ -291,9 +291,10 @@ def main() -> None:
     chosen = parser.parse_args()
     table = json.loads(TYPES_FILE.read_text(encoding="utf-8"))
     quiet()
-    with tempfile.TemporaryDirectory(prefix="tl-") as directory:
+    # A folder for each: both write checkpoints under the names of their types.
+    with tempfile.TemporaryDirectory(prefix="tl-") as directory, tempfile.TemporaryDirectory(prefix="tl-") as another:
         if not chosen.page_only and not chosen.releases_only:
-            table[transformers.__version__] = try_all(Path(directory))
+            table[transformers.__version__] = try_all(Path(another))
             TYPES_FILE.write_text(written(table), encoding="utf-8")
         if not chosen.page_only:
             RELEASES_FILE.write_text(written({"releases": try_all_releases(Path(directory))}), encoding="utf-8")

@@ -85,7 +85,7 @@ def _check_chunks(
     expected_states = layer.states.clone()
     expected = layer.compute(StateOps(), layer.inputs, layer.weights, expected_states, plan).double()
     inputs, weights = ([each.to(device) for each in part] for part in (layer.inputs, layer.weights))
-    states, cut_states = layer.states.to(device), layer.states.to(device)
+    states, cut_states = layer.states.to(device, copy=True), layer.states.to(device, copy=True)
     found = layer.compute(ops, inputs, weights, states, plan.send(device))
     in_parts = layer.compute(ops, inputs, weights, cut_states, parts.send(device))
     different = int((in_parts != found).sum()) + int((cut_states[4] != states[2]).sum())

@@ -213,7 +213,8 @@ class StatePlan:
 def _ranges(begins: npt.NDArray[Any], counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the numbers begins[i] … begins[i] + counts[i] - 1 of all i, one after the other."""
     behind = np.cumsum(counts)
-    return np.arange(behind[-1]) + np.repeat(begins - behind + counts, counts)
+    found: npt.NDArray[Any] = np.arange(behind[-1]) + np.repeat(begins - behind + counts, counts)
+    return found
 
 
 class StateSlots:

@@ -385,14 +385,16 @@ class RenamedSource:
         tensors get one name."""
         self._source = source
         self._stored: dict[str, str] = {}
-        for stored in source.names:
+        scales: Collection[str] = source.kv_scales if isinstance(source, KVScales) else ()
+        for stored in (*source.names, *scales):
             plain = built_in_name(stored, names)
             if (other := self._stored.setdefault(plain, stored)) != stored:
                 raise ValueError(f"a plugin gives the tensors {other} and {stored} one name, {plain}")
+        self.kv_scales = frozenset(built_in_name(stored, names) for stored in scales)
 
     @property
     def names(self) -> Collection[str]:
-        return self._stored.keys()
+        return self._stored.keys() - self.kv_scales
 
     @property
     def views(self) -> Sequence[Tensor]:

@@ -1,6 +1,7 @@
 """The layers of Llama and its relatives: norms, attention, and where both stand in a layer. ``DecoderTraits`` and
 :class:`ModelConfig` hold the differences between families."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -81,13 +82,16 @@ class Attention:
     def _scale_kv(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> None:
         """Divide keys and values by the checkpoint's numbers before they are written. Scores, and what attention finds,
         are multiplied by them, so that no cache and no kernel of attention knows of them."""
-        key_scale, value_scale = (checkpoint.kv_scale(prefix, kind) for kind in "kv")
+        # The next power of two, which loses nothing: the inverse of another number is rounded in 16 bits, and so is
+        # each key that it changes. 8-bit floats are as exact near half of their largest number as near that.
+        key_scale, value_scale = (2.0 ** math.ceil(math.log2(checkpoint.kv_scale(prefix, kind))) for kind in "kv")
         counts = torch.tensor([config.num_heads, config.num_kv_heads, config.num_kv_heads])
         factors, norm = torch.tensor([1.0, 1 / key_scale, 1 / value_scale]), self._head_norm
         if norm is not None:  # behind which another factor of the keys would be lost
             heads = factors[:2].repeat_interleave(counts[:2]).to(norm.weights.device)[:, None]
-            weights = (norm.weights.float() + norm.shift) * heads - norm.shift
-            self._head_norm = norm._replace(weights=weights.to(norm.weights.dtype))
+            shift = norm.shift if key_scale <= 1 else 0.0  # from which small weights would differ by too little
+            weights = (norm.weights.float() + norm.shift) * heads - shift
+            self._head_norm = norm._replace(weights=weights.to(norm.weights.dtype), shift=shift)
             factors[1] = 1.0
         columns = factors.repeat_interleave(counts * config.head_size)
         self._qkv = ScaledLinear(self._qkv, None, columns.to(checkpoint.device, checkpoint.dtype))

@@ -132,8 +132,8 @@ def load_model(
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
         checkpoint.host_room = host_room
-        if kv_cache_dtype == "fp8" and checkpoint.has_kv_scales and _scales_kv(config):
-            config = replace(config, scales_kv=True)
+        if kv_cache_dtype == "fp8" and _scales_kv(config):
+            config = replace(config, scales_kv=checkpoint.has_kv_scales)
         model: LanguageModel
         if plugged is not None and plugged.model is not None:
             model = _made(model_impl, lambda: plugged.model(checkpoint, config, ops or TorchOps(), device, stage))
@@ -277,7 +277,12 @@ class ModelLoader:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
         found = self._choose(path)
         if isinstance(found.config, ModelConfig):
-            return _laid_out(found.config, self.ranks, self.ops)
+            own = _laid_out(found.config, self.ranks, self.ops)
+            if self.kv_cache_dtype != "fp8" or not _scales_kv(own):
+                return own
+            cpu = torch.device("cpu")
+            with Checkpoint(path, own.dtype, cpu, own.scheme, source=self.source(path, own, cpu)) as checkpoint:
+                return replace(own, scales_kv=checkpoint.has_kv_scales)
         config: ModelConfig = _transformers(path).read_declared(
             path, read_dtype(path, self.dtype), self.quantization, self.max_model_len
         )

@@ -17,10 +17,12 @@ from tokenloom.gpu_worker.attention.cache import kv_layout
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.quantization.small_floats import PackedFloats
-from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
+from tokenloom.gpu_worker.checkpoint.weights import Checkpoint, RenamedSource, open_files
 from tokenloom.gpu_worker.layers.fp8_linear import WidenedLinear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
+from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.models.load_model import ModelLoader, load_model
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 RunModel = Callable[..., list[Tensor]]
 EditConfig = Callable[..., None]
@@ -452,3 +454,58 @@ def test_caches_with_and_without_scales_have_other_layouts(tmp_path: Path) -> No
         kv_layout(dataclasses.replace(config, kv_cache_dtype="fp8", scales_kv=scales), 16) for scales in (True, False)
     ]
     assert [name.split("/")[1] for name in names] == ["fp8-e4m3-scaled", "fp8-e4m3"]
+
+
+def with_scales(tmp_path: Path, key: float, value: float, source: Path = DEMO_MODEL) -> Path:
+    """Return a checkpoint whose second layer has these scales."""
+    path, _ = formats.write(tmp_path, *FORMATS["fp8, by tensor"], source=source)
+    scales = {"k": key, "v": value}
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {f"model.layers.1.self_attn.{each}_scale": torch.tensor(scale) for each, scale in scales.items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_scales_alone_change_no_number(
+    kind: str, tmp_path: Path, run_model: RunModel, save_checkpoint: Callable[..., Path]
+) -> None:
+    """Over a cache that does not round: what divides keys and values in 16 bits multiplies scores and outputs."""
+    path = with_scales(tmp_path, 0.0123, 0.7, save_checkpoint(kind))
+    with torch.inference_mode():
+        found, expected = (
+            run_model(load_model(path, "bfloat16", kv_cache_dtype=dtype), [PROMPT], [[len(PROMPT)]])[0]
+            for dtype in ("fp8", "auto")
+        )
+    assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_scales_above_one_keep_norms_that_store_differences_from_one(
+    tmp_path: Path, run_model: RunModel, save_checkpoint: Callable[..., Path]
+) -> None:
+    path = with_scales(tmp_path, 60.0, 0.7, save_checkpoint("gemma3_text"))
+    exact, plain, scaled = (
+        run_model(load_model(path, dtype, kv_cache_dtype=kv_dtype), [PROMPT], [[len(PROMPT)]])[0].float()
+        for dtype, kv_dtype in (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"))
+    )
+    assert (scaled - exact).abs().mean() < 1.3 * (plain - exact).abs().mean()
+
+
+def test_weights_with_scales_are_replaced_by_others_with_scales(tmp_path: Path) -> None:
+    path = with_scales(tmp_path, 0.5, 0.5)
+    slot = ModelSlot(path, ModelLoader("float32", kv_cache_dtype="fp8"))
+    slot.replace(with_scales(tmp_path / "other", 0.25, 0.25))
+    without, _ = formats.write(tmp_path / "without", *FORMATS["fp8, by tensor"])
+    with pytest.raises(ValueError, match="scales_kv is False in the new checkpoint and True in the loaded one"):
+        slot.replace(without)
+
+
+def test_scales_have_the_names_of_a_plugin(tmp_path: Path) -> None:
+    path = with_scales(tmp_path, 0.5, 0.25)
+    config = load_model_config(path, "float32")
+    source = RenamedSource(open_files(path, config.scheme), {"self_attn": "inner"})
+    with Checkpoint(path, torch.float32, torch.device("cpu"), config.scheme, source=source) as checkpoint:
+        assert checkpoint.has_kv_scales
+        assert checkpoint.kv_scale("model.layers.1.inner", "k") == 0.5
+        assert not [name for name in source.names if name.endswith("_scale")]

@@ -163,7 +163,7 @@ class WorkerConfig(Struct, frozen=True):
         "How a GPU computes prompts of layers that keep a state; scan: one token after the other, so that all that "
         "decoding leaves can be hit; chunks: 64 tokens at once, so that prompts are cut at multiples of 64 and only "
         "their own states and KV are hit; fla: the same with the package fla-core; auto: chunks where Triton's kernels "
-        "compute and steps have room for them, otherwise scan, as on a CPU.",
+        "compute, states have at most 256 elements a row, and steps have room for chunks, otherwise scan, as on a CPU.",
     ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,

@@ -17,6 +17,9 @@ StatePrompts = Literal["scan", "chunks", "fla"]
 STATE_CHUNK = 64
 """Tokens of a chunk in which a GPU computes them; ``fla-core`` has the same."""
 _CHUNK_FORMS = {"delta": "gdn", "kimi": "kda", "mamba2": "mamba2"}
+_MOST_CHUNK_STATE = 256
+"""Elements of a row of a state, or channels of a key, up to which a chunk has room in every GPU; prompts with more are
+scanned. Those of ``fla-core`` end there, too."""
 FLA = "fla-core"
 """The package that computes prompts if ``fla`` is chosen; it has no kernels for Mamba-2's groups."""
 _KEEPING = ("linear_attention", "mamba", "conv")
@@ -308,6 +311,8 @@ def with_prompts(config: ModelConfig, prompts: StatePrompts) -> ModelConfig:
     mixer, states = config.mixer, config.states
     if prompts == "scan" or mixer is None or states is None or mixer.kind not in _CHUNK_FORMS:
         return config
+    if mixer.state_size > _MOST_CHUNK_STATE:
+        return config
     # Other versions may sum in another order.
     suffix = f"{FLA}-{version(FLA)}" if prompts == "fla" else "products"
     return replace(config, states=replace(states, form=f"{_CHUNK_FORMS[mixer.kind]}-{suffix}", chunk=STATE_CHUNK))
@@ -322,6 +327,11 @@ def check_state_prompts(config: ModelConfig | None, wanted: str) -> None:
         raise ValueError(
             f"state_prompts: {wanted} says how built-in layers with a recurrence compute prompts, and this model has "
             "none; leave it out"
+        )
+    if wanted != "scan" and config.mixer.state_size > _MOST_CHUNK_STATE:
+        raise ValueError(
+            f"state_prompts: {wanted} knows states of at most {_MOST_CHUNK_STATE} elements a row, not of "
+            f"{config.mixer.state_size}; choose scan, or leave it out"
         )
     if wanted == "fla" and config.mixer.kind == "mamba2":
         raise ValueError(f"state_prompts: {FLA} does not compute Mamba-2 here; choose chunks, or leave it out")

@@ -43,6 +43,8 @@ _CHUNK_CHANNELS = 32
 """Channels of keys, or of values, that are multiplied at once where a chunk is computed alone."""
 _CHUNK_STATES = 64
 """Elements of a row of Mamba-2's state that are."""
+_NARROW_STATE = 128
+"""Elements of a row up to which two chunks at once find room."""
 _LEAST_SIDE = 16
 """Of a matrix that tensor cores multiply."""
 
@@ -377,7 +379,9 @@ class TritonStateOps(StateOps):
             BLOCK=min(_CHUNK_STATES, padded),
             num_warps=4,
         )
-        rows = min(_CHUNK_ROWS, power_of_2(head_size, _LEAST_SIDE))
+        # Wide states, and float32, leave no room for two chunks at once in the 99 KiB that the smallest GPUs have.
+        is_narrow = padded <= _NARROW_STATE and parts == 2
+        rows = min(_CHUNK_ROWS if is_narrow else _LEAST_SIDE, power_of_2(head_size, _LEAST_SIDE))
         launch(
             mamba2_chunks.mamba2_chunks,
             (len(runs.chains), heads, -(-head_size // rows)),
@@ -387,7 +391,7 @@ class TritonStateOps(StateOps):
             **shape,
             ROWS=rows,
             num_warps=8,
-            num_stages=2,
+            num_stages=2 if is_narrow else 1,
         )
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_first: bool) -> Tensor:

@@ -597,9 +597,10 @@ def test_a_gpu_computes_prompts_in_chunks_if_steps_have_room(tmp_path: Path) -> 
             "gpu, scan": {"has_gpu": True, "state_prompts": "scan", "scheduler": SHORT},
         }.items()
     }
+    found["gpu, wide states"] = answer(tmp_path, DELTA | {"linear_key_head_dim": 512}, has_gpu=True)
     assert {where: how.state_chunk for where, how in found.items()} == dict.fromkeys(found, 1) | {"gpu": 64}
     forms = [how.config.states.form for how in found.values() if isinstance(how.config, ModelConfig)]
-    assert forms == ["gdn-scan-fp32", "gdn-products", *["gdn-scan-fp32"] * 4]
+    assert forms == ["gdn-scan-fp32", "gdn-products", *["gdn-scan-fp32"] * 5]
 
 
 @pytest.mark.parametrize(
@@ -610,6 +611,7 @@ def test_a_gpu_computes_prompts_in_chunks_if_steps_have_room(tmp_path: Path) -> 
         (DELTA, {"attention_backend": "torch"}, "goes with Triton's kernels: leave out attention_backend torch"),
         (DELTA, {"scheduler": SHORT}, r"max_num_seqs 64 \+ 64"),
         (DELTA, {"state_prompts": "fla"}, "fla needs the package fla-core; install it, or choose chunks"),
+        (DELTA | {"linear_key_head_dim": 512}, {}, "states of at most 256 elements a row, not of 512; choose scan"),
         (LLAMA, {}, "state_prompts: no layer of this model keeps a state; leave it out"),
         (of("BambaForCausalLM", "bamba"), {}, "chunks says how built-in layers .* this model has none"),
         (of("BertModel", "bert"), {}, "an encoder keeps no KV and no states; do not set state_prompts"),

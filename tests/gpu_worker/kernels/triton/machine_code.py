@@ -268,14 +268,14 @@ def delta(tokens: int = 4, chunk: int = 1, *, by_channel: bool) -> None:
     TritonOps().states.gated_delta(query, key, value, gates, floats(2, 32, 128, 128), plan)
 
 
-def mamba2(tokens: int = 4, chunk: int = 1) -> None:
-    """Of the sizes of Granite 4.0 H Small."""
+def mamba2(tokens: int = 4, chunk: int = 1, size: int = 128) -> None:
+    """Of the sizes of Granite 4.0 H Small, or with states of as many elements a row as those of Falcon-H1."""
     floats = partial(_empty, dtype=torch.float32)
-    rows, plan = _empty(tokens, 8448), StatePlan.make([tokens], [0], [1], [], chunk).send(META)
+    rows, plan = _empty(tokens, 8192 + 2 * size), StatePlan.make([tokens], [0], [1], [], chunk).send(META)
     x = rows[:, :8192].view(tokens, 128, 64)
-    b, c = rows[:, 8192:8320].view(tokens, 1, 128), rows[:, 8320:].view(tokens, 1, 128)
+    b, c = (part.view(tokens, 1, size) for part in rows[:, 8192:].chunk(2, 1))
     weights = Mamba2Weights(floats(128), floats(128), floats(128))
-    TritonOps().states.mamba2(x, b, c, _empty(tokens, 128), weights, floats(2, 128, 64, 128), plan)
+    TritonOps().states.mamba2(x, b, c, _empty(tokens, 128), weights, floats(2, 128, 64, size), plan)
 
 
 def gates_of_states() -> None:
@@ -336,6 +336,7 @@ CASES: dict[str, Callable[[], object]] = {
     "gated delta in chunks": lambda: delta(512, STATE_CHUNK, by_channel=False),
     "gated delta by channel in chunks": lambda: delta(512, STATE_CHUNK, by_channel=True),
     "mamba-2 in chunks": lambda: mamba2(512, STATE_CHUNK),
+    "mamba-2 in chunks, wide states": lambda: mamba2(512, STATE_CHUNK, 256),
     "gates and norms of states": gates_of_states,
     "block copy": block_copies,
     "step of rows": rows_of_a_step,

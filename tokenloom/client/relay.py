@@ -11,7 +11,7 @@ import logging
 import signal
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -33,14 +33,23 @@ _REPEATED = frozenset(_SERVICE + name for name in ("Embed", "Classify", "Score",
 """Calls of one message that change nothing: they are made again where a gateway is lost before it has answered."""
 _MOST_TRIES = 8
 """Further calls at gateways that are lost; the pauses between them grow to 10 s, so that a gateway may start anew."""
+_MOST_CALLS = 1024
+"""Of all clients at the same time: so many a gateway allows on one connection, and a relay has one to each. Further
+calls would wait in this process, unseen; they end in RESOURCE_EXHAUSTED."""
 _WAIT_SECONDS = 0.5
 _LONGEST_SECONDS = 86_400.0
 """Stands for the deadline of a call without one; gateways have a limit of their own."""
 _NOT_PASSED = ("user-agent", "te", "content-type")
 _CONNECT_SECONDS = 30.0
 """For so long a client of HTTP waits until a gateway accepts its connection: for as long as connections are held."""
+_TRY_SECONDS = 5.0
+"""Limit on one attempt to connect: a machine that is gone refuses nothing, and the next gateway would not be tried."""
+_HANDSHAKE_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
+_NOTE_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
+_QUIET_SECONDS = 1.0
+"""A connection of HTTP whose gateway has said the last word, so long ago, has no answer that is being written."""
 
 
 class _Gateway(NamedTuple):
@@ -56,7 +65,8 @@ class GrpcRelay(grpc.GenericRpcHandler):
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        """``addresses``: of gateways, ``host:port`` or ``unix:/path``, at least one. Call it in the event loop."""
+        """``addresses``: of gateways, ``host:port``, ``dns:///name:port`` or ``unix:/path``, at least one. Call it in
+        the event loop."""
         channels = {address: open_channel(address, None) for address in addresses}
         stubs = {
             address: _Gateway(channel, inference_pb2_grpc.InferenceStub(channel))
@@ -68,6 +78,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         self._retries = Retries(_MOST_TRIES, budget=1.0)
         self._cancellations = AsyncCancellations()
         self.num_continued = 0
+        self._noted_at = -_NOTE_SECONDS
 
     def service(self, handler_call_details: Any) -> "grpc.RpcMethodHandler[Any, Any]":
         """Return what handles a call; gateways know which methods there are."""
@@ -98,7 +109,8 @@ class GrpcRelay(grpc.GenericRpcHandler):
         def open_call(call: NextCall, seconds: float, gateway: _Gateway) -> Call:
             is_new = isinstance(call.request, inference_pb2.GenerateRequest)
             method = gateway.stub.Generate if is_new else gateway.stub.Resume
-            self.num_continued += bool(calls)
+            if calls:
+                self._note_further()
             calls[:] = [method(call.request, timeout=seconds, metadata=(*metadata, *call.metadata))]
             return calls[0]
 
@@ -123,31 +135,65 @@ class GrpcRelay(grpc.GenericRpcHandler):
     async def _pass(self, method: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Pass the messages of a call on in both directions, as they are."""
         metadata = _passed(context)
-        once = [message async for message in requests] if method in _REPEATED else None
+        once = await _first(requests) if method in _REPEATED else None
         has_begun, tries = False, 0
         while True:
-            gateway = self._gateways.current
+            gateway, reached = self._gateways.current, asyncio.get_running_loop().create_future()
             opened: Any = gateway.channel.stream_stream(method)
-            sent = requests if once is None else once
+            sent = _once_reached(reached, requests) if once is None else once
             call = opened(sent, timeout=context.time_remaining(), metadata=metadata)
             try:
+                await call.wait_for_connection()
+                reached.set_result(True)
                 async for message in call:
                     if not has_begun:
-                        has_begun = True
+                        has_begun = self._gateways.have_answered = True
                         await context.send_initial_metadata(tuple(await call.initial_metadata() or ()))
                     yield message
                 context.set_trailing_metadata(tuple(await call.trailing_metadata() or ()))
                 return
             except CallError as failed:
-                if was_cut(failed):
-                    self._gateways.leave(gateway)
-                if has_begun or once is None or not was_cut(failed) or tries == _MOST_TRIES:
+                # What no gateway was reached with has had no effect.
+                is_final = has_begun or (once is None and reached.done()) or tries == _MOST_TRIES
+                if not was_cut(failed) or not self._tries_another(gateway, failed) or is_final:
                     await _abort_as(context, failed)
             finally:
                 call.cancel()
+                if not reached.done():
+                    reached.set_result(False)
             await asyncio.sleep(_WAIT_SECONDS * tries)
             tries += 1
-            self.num_continued += 1
+            self._note_further()
+
+    def _note_further(self) -> None:
+        """Count one more call in the place of one that was lost; say so now and then, for nobody else notices it."""
+        self.num_continued += 1
+        if (now := time.monotonic()) - self._noted_at >= _NOTE_SECONDS:
+            self._noted_at = now
+            log.warning("a gateway was lost; answers continued and calls made again until now: %d", self.num_continued)
+
+    def _tries_another(self, gateway: _Gateway, failed: CallError) -> bool:
+        """Leave a gateway that is lost. Return whether there may be another one."""
+        try:
+            self._gateways.try_another(gateway, details_of(failed))
+        except errors.Unavailable:
+            return False
+        return True
+
+
+async def _first(requests: AsyncIterator[bytes]) -> list[bytes]:
+    """Return the only message of a call as it is sent; a client that sends more is not read on."""
+    async for message in requests:
+        return [message]
+    return []
+
+
+async def _once_reached(reached: asyncio.Future[bool], requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the messages of a call from the time on at which it is known whether its gateway was reached; none if that
+    was not: the next call sends them."""
+    if await reached:
+        async for message in requests:
+            yield message
 
 
 def _passed(context: Any) -> Metadata:
@@ -178,7 +224,8 @@ async def serve_grpc(
 ) -> grpc.aio.Server:
     """Return a server that has begun to serve. ``credentials``: None: plain text. ``options``: of gRPC. Raises
     ``Unavailable`` where it cannot listen."""
-    server = grpc.aio.server(options=[*options, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
+    options = [*options, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MOST_CALLS)
     server.add_generic_rpc_handlers((relay,))
     try:
         if credentials is None:
@@ -196,16 +243,20 @@ class _End(asyncio.Protocol):
 
     Attributes:
         other: The other one; None: it is not made yet, or has ended.
+        read_at: When the last bytes were read, in the event loop's time; 0: none were.
     """
 
     def __init__(self) -> None:
         self.other: _End | None = None
         self.transport: asyncio.Transport | None = None
+        self.read_at = 0.0
+        self._time = asyncio.get_running_loop().time
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self.read_at = self._time()
         if self.other is not None and self.other.transport is not None:
             self.other.transport.write(data)
 
@@ -235,19 +286,38 @@ class _End(asyncio.Protocol):
 class HttpRelay:
     """Decrypts the connections of HTTP's clients, each of which gets one to a gateway."""
 
-    def __init__(self, addresses: Sequence[tuple[str, int]], context: ssl.SSLContext | None) -> None:
-        """``addresses``: host and port of gateways, at least one. ``context``: None: the clients send plain text."""
+    def __init__(
+        self, addresses: Sequence[tuple[str, int]], context: ssl.SSLContext | None, max_connections: int = 4096
+    ) -> None:
+        """``addresses``: host and port of gateways, at least one. ``context``: None: the clients send plain text.
+        ``max_connections``: of clients; further ones are closed."""
         self._addresses = list(addresses)
         self._context = context
+        self._max_connections = max_connections
         self._turn = 0
         self._tasks: set[asyncio.Task[None]] = set()  # one for each connection that waits for a gateway
+        self._clients: set[_ClientEnd] = set()
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
         """Return a server that has begun to serve. Raises ``OSError``."""
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(lambda: _ClientEnd(self._begin), host, port, ssl=self._context)
+        limit = None if self._context is None else _HANDSHAKE_SECONDS
+        return await asyncio.get_running_loop().create_server(
+            lambda: _ClientEnd(self._begin, self._clients), host, port, ssl=self._context, ssl_handshake_timeout=limit
+        )
+
+    async def drain(self, seconds: float) -> None:
+        """Return once no client waits for a part of an answer, as far as can be seen of bytes, or after some seconds.
+        To be called when no further connection is accepted."""
+        until = asyncio.get_running_loop().time() + seconds
+        while (now := asyncio.get_running_loop().time()) < until:
+            if all(client.is_quiet(now) for client in self._clients):
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _begin(self, client: _End) -> None:
+        if len(self._clients) > self._max_connections:
+            cast(asyncio.Transport, client.transport).abort()
+            return
         task = asyncio.get_running_loop().create_task(self._connect(client), name="connect to a gateway")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -260,8 +330,9 @@ class HttpRelay:
             if transport.is_closing():
                 return
             try:
-                _, gateway = await loop.create_connection(_End, *address)
-            except OSError as error:
+                async with asyncio.timeout(_TRY_SECONDS):
+                    _, gateway = await loop.create_connection(_End, *address)
+            except (OSError, UnicodeError) as error:  # the latter from a name that is none
                 if loop.time() > until:
                     log.warning("cannot connect to a gateway: %s", error)
                     transport.abort()
@@ -286,14 +357,29 @@ class HttpRelay:
 class _ClientEnd(_End):
     """The connection of a client, which is read once there is one to a gateway."""
 
-    def __init__(self, begin: Any) -> None:
+    def __init__(self, begin: Callable[["_ClientEnd"], object], live: set["_ClientEnd"]) -> None:
+        """``live``: has it while it is connected."""
         super().__init__()
         self._begin = begin
+        self._live = live
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         cast(asyncio.Transport, transport).pause_reading()
+        self._live.add(self)
         self._begin(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._live.discard(self)
+        super().connection_lost(exc)
+
+    def is_quiet(self, now: float) -> bool:
+        """Return whether the client has, as far as can be seen, all that it has asked for. ``now``: of the event
+        loop."""
+        if self.transport is None or self.transport.get_write_buffer_size():
+            return False
+        heard_at = 0.0 if self.other is None else self.other.read_at
+        return self.read_at <= heard_at and now - heard_at > _QUIET_SECONDS
 
 
 def run_relays(
@@ -302,8 +388,9 @@ def run_relays(
     credentials: grpc.ServerCredentials | None,
     context: ssl.SSLContext | None,
     on_ready: Callable[[], object],
+    max_connections: int,
 ) -> None:
-    """Relay until SIGINT or SIGTERM, and a few seconds more for calls that end by themselves.
+    """Relay until SIGINT or SIGTERM, and a few seconds more for calls and answers that end by themselves.
 
     Args:
         of_grpc: Where to listen, the addresses of gateways, and options of the server; empty: no calls of gRPC are
@@ -311,10 +398,11 @@ def run_relays(
         of_http: Where to listen, and the gateways, as hosts and ports; without gateways HTTP is not relayed.
         credentials, context: Of the certificate; None: clients of gRPC send plain text.
         on_ready: Called once it listens.
+        max_connections: Of clients of HTTP.
 
     Raises ``Unavailable`` and ``OSError`` where it cannot listen.
     """
-    asyncio.run(_run(of_grpc, of_http, credentials, context, on_ready))
+    asyncio.run(_run(of_grpc, of_http, credentials, context, on_ready, max_connections))
 
 
 async def _run(
@@ -323,17 +411,28 @@ async def _run(
     credentials: grpc.ServerCredentials | None,
     context: ssl.SSLContext | None,
     on_ready: Callable[[], object],
+    max_connections: int,
 ) -> None:
     ends = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ends.set)
+    stops: list[Callable[[float], Awaitable[object]]] = []
     async with contextlib.AsyncExitStack() as opened:
         if of_grpc[0]:
             relay = GrpcRelay(of_grpc[1])
             opened.push_async_callback(relay.close)
             server = await serve_grpc(relay, of_grpc[0], credentials, of_grpc[2])
-            opened.push_async_callback(server.stop, _GRACE_SECONDS)
+            opened.push_async_callback(server.stop, None)
+            stops.append(server.stop)
         if of_http[1]:
-            opened.enter_context(contextlib.closing(await HttpRelay(of_http[1], context).serve(*of_http[0])))
+            http = HttpRelay(of_http[1], context, max_connections)
+            listener = opened.enter_context(contextlib.closing(await http.serve(*of_http[0])))
+            stops.append(partial(_drain, http, listener))
         on_ready()
         await ends.wait()
+        await asyncio.gather(*(stop(_GRACE_SECONDS) for stop in stops))
+
+
+async def _drain(http: HttpRelay, listener: asyncio.Server, seconds: float) -> None:
+    listener.close()
+    await http.drain(seconds)

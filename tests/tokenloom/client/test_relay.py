@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -189,17 +190,20 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def https(certificates: Path, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection through a relay to a port of this machine."""
+async def https(
+    certificates: Path, *ports: int, max_connections: int = 8
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, HttpRelay]]:
+    """A connection through a relay to one of several ports of this machine, of which the second one is tried first."""
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(certificates / "gateway.crt", certificates / "gateway.key")
     theirs = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
     theirs.check_hostname = False
-    server = await HttpRelay([("127.0.0.1", port)], ours).serve("127.0.0.1", 0)
+    http_relay = HttpRelay([("127.0.0.1", port) for port in ports], ours, max_connections)
+    server = await http_relay.serve("127.0.0.1", 0)
     address = server.sockets[0].getsockname()
     reader, writer = await asyncio.open_connection(*address, ssl=theirs, server_hostname="")
     try:
-        yield reader, writer
+        yield reader, writer, http_relay
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -239,7 +243,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 async def test_bytes_come_through_in_both_directions_however_slowly_they_are_read(certificates: Path) -> None:
     sent = bytes(range(256)) * (16 << 10)
-    async with asyncio.timeout(LIMIT), behind(echo) as port, https(certificates, port) as (reader, writer):
+    async with asyncio.timeout(LIMIT), behind(echo) as port, https(certificates, port) as (reader, writer, _):
         writer.write(sent)
         await asyncio.sleep(0)
         assert await reader.readexactly(len(sent)) == sent
@@ -249,7 +253,7 @@ async def test_a_connection_waits_for_a_gateway_that_starts(certificates: Path) 
     async with asyncio.timeout(LIMIT):
         async with behind(echo) as port:
             pass
-        async with https(certificates, port) as (reader, writer):
+        async with https(certificates, port) as (reader, writer, _):
             writer.write(b"wait")
             async with behind(echo, port):
                 assert await reader.readexactly(4) == b"wait"
@@ -264,7 +268,7 @@ async def test_a_client_that_leaves_ends_its_connection_to_the_gateway(certifica
         assert not await reader.read()
         ended.set()
 
-    async with asyncio.timeout(LIMIT), behind(wait) as port, https(certificates, port) as (_, writer):
+    async with asyncio.timeout(LIMIT), behind(wait) as port, https(certificates, port) as (_, writer, _):
         await begun.wait()
         writer.transport.abort()
         await ended.wait()
@@ -274,5 +278,107 @@ async def test_the_end_of_a_gateways_connection_is_that_of_the_clients(certifica
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"all of it" * 10_000)
 
-    async with asyncio.timeout(LIMIT), behind(say) as port, https(certificates, port) as (reader, _):
+    async with asyncio.timeout(LIMIT), behind(say) as port, https(certificates, port) as (reader, _, _):
         assert await reader.read() == b"all of it" * 10_000
+
+
+async def test_a_call_that_no_gateway_was_reached_with_is_made_at_the_next_one(socket_dir: Path) -> None:
+    """Also one whose client goes on sending: none of its messages is lost."""
+
+    class Gateway(FakeGateway):
+        async def GenerateSession(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+            async for request in requests:
+                await context.write(pb.GenerateResponse(text=request.text))
+
+    async with (
+        asyncio.timeout(LIMIT),
+        Gateway(FakeMesh(), socket_dir / "b") as second,
+        relayed(socket_dir, f"unix:{socket_dir}/none", second.address) as (stub, grpc_relay),
+    ):
+        session = stub.GenerateSession()
+        for text in ("one", "two"):
+            await session.write(pb.GenerateRequest(text=text))
+            assert (await session.read()).text == text
+        await session.done_writing()
+        assert await session.read() is grpc.aio.EOF
+        assert grpc_relay.num_continued == 1
+
+
+async def test_a_client_that_goes_on_sending_where_one_message_is_asked_takes_no_memory(socket_dir: Path) -> None:
+    class Gateway(FakeGateway):
+        async def Embed(self, request: pb.EmbedRequest, context: Any) -> None:  # type: ignore[override]
+            self.stopped.set()
+            await asyncio.Event().wait()
+
+    address = f"unix:{socket_dir}/relay"
+    async with (
+        asyncio.timeout(LIMIT),
+        Gateway(FakeMesh(), socket_dir / "a") as gateway,
+        relayed(socket_dir, gateway.address),
+        grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel,
+    ):
+        call = channel.stream_stream("/tokenloom.v1.Inference/Embed")()
+        await call.write(b"")
+        await gateway.stopped.wait()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_write(call, 64), 1)
+
+
+async def _write(call: Any, num_mebibytes: int) -> None:
+    for _ in range(num_mebibytes):
+        await call.write(bytes(1 << 20))
+
+
+async def test_an_ending_relay_waits_for_answers_and_not_for_connections(certificates: Path) -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        asked.set()
+        await may_answer.wait()
+        writer.write(b"the answer")
+        await writer.drain()
+        await reader.read()
+
+    async with (
+        asyncio.timeout(LIMIT),
+        behind(answer) as port,
+        https(certificates, port) as (reader, writer, http_relay),
+    ):
+        writer.write(b"?")
+        await asked.wait()
+        draining = asyncio.create_task(http_relay.drain(LIMIT))
+        await asyncio.wait([draining], timeout=1.5)
+        assert not draining.done()
+        may_answer.set()
+        assert await reader.readexactly(10) == b"the answer"
+        await draining
+        assert not reader.at_eof()
+
+
+async def test_connections_beyond_the_limit_are_closed(certificates: Path) -> None:
+    async with (
+        asyncio.timeout(LIMIT),
+        behind(echo) as port,
+        https(certificates, port, max_connections=0) as (reader, _, _),
+    ):
+        with contextlib.suppress(ConnectionError):
+            assert not await reader.read()
+
+
+async def test_a_gateway_whose_machine_is_gone_does_not_hide_the_next_one(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_TRY_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, contextlib.ExitStack() as waiting:
+        for _ in range(3):  # the kernel drops further attempts to connect
+            filler = waiting.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(silent.getsockname())
+        async with (
+            asyncio.timeout(3),
+            behind(echo) as port,
+            https(certificates, port, silent.getsockname()[1]) as (reader, writer, _),
+        ):
+            writer.write(b"a word")
+            assert await reader.readexactly(6) == b"a word"

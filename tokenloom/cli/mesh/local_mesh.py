@@ -190,6 +190,7 @@ def relay(
     # Imported here: gRPC would slow the start of the other commands.
     from tokenloom.client.relay import run_relays
     from tokenloom.services.runtime import addresses
+    from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients, raise_limit
     from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
     from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
     from tokenloom.services.runtime.peers.tls import PublicTLS
@@ -209,18 +210,31 @@ def relay(
             if listen:
                 is_closed = insecure or tls is not None
                 addresses.check_closed(addresses.parse(listen, field=field), insecure=is_closed, field=field)
+        of_grpc = [addresses.parse_member(each, field="--grpc-gateways") for each in _listed(grpc_gateways)]
+        of_http = [_host_and_port(each, "--http-gateways") for each in _listed(http_gateways)]
+        for (field, listen, _), gateways in zip(pairs, (of_grpc, of_http), strict=True):
+            if listen and not gateways:
+                raise typer.BadParameter(f"{field} needs the address of at least one gateway")
+        raise_limit()
+        most = for_clients(_MOST_CONNECTIONS, 3)  # gRPC, HTTPS, and the connections to gateways behind the latter
         run_relays(
-            (grpc_listen, grpc_gateways.split(","), SERVER_OPTIONS),
-            (_host_and_port(https_listen, "--https-listen"), _http_gateways(http_gateways)),
+            (grpc_listen, of_grpc, [*SERVER_OPTIONS, *GrpcLimits(most, streams=_MOST_STREAMS).options()]),
+            (_host_and_port(https_listen, "--https-listen"), of_http),
             None if tls is None else tls.server_credentials(),
             None if tls is None else tls.server_context(),
             lambda: typer.echo("relaying to gateways; Ctrl-C ends it"),
+            most,
         )
 
 
-def _http_gateways(listed: str) -> list[tuple[str, int]]:
-    """Return host and port of each gateway of a list. Raises ``InvalidArgument``."""
-    return [_host_and_port(each, "--http-gateways") for each in listed.split(",") if each]
+_MOST_CONNECTIONS = 16384
+"""Of clients over HTTPS, and as many over gRPC; fewer if the limit of open descriptors is too low."""
+_MOST_STREAMS = 1024
+"""Calls of one connection of gRPC."""
+
+
+def _listed(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
 
 
 def _host_and_port(text: str, field: str) -> tuple[str, int]:

@@ -1,10 +1,12 @@
 """`relay` refuses what cannot be meant, and ends by a signal."""
 
+import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +21,8 @@ from tokenloom.cli.main import app
         (["--https-listen", "127.0.0.1:0", "--http-gateways", "a:1"], 2, "--https-listen needs both"),
         (["--grpc-listen", "0.0.0.0:0", "--grpc-gateways", "a:1"], 1, "could reach 0.0.0.0:0 without encryption"),
         (["--grpc-listen", "nowhere", "--grpc-gateways", "a:1"], 1, "expected host:port or unix:/path"),
+        (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", "nowhere"], 1, "not 'nowhere'"),
+        (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", ","], 2, "needs the address of at least one gateway"),
     ],
 )
 def test_what_cannot_be_relayed_is_refused(words: list[str], status: int, reason: str) -> None:
@@ -28,9 +32,15 @@ def test_what_cannot_be_relayed_is_refused(words: list[str], status: int, reason
 
 
 def test_it_says_that_it_relays_and_ends_by_a_signal(socket_dir: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     command = [sys.executable, "-m", "tokenloom.cli.main", "relay", "--grpc-listen", f"unix:{socket_dir}/relay"]
-    with subprocess.Popen([*command, "--grpc-gateways", "127.0.0.1:1"], stdout=subprocess.PIPE, text=True) as relay:
-        assert relay.stdout is not None
-        assert relay.stdout.readline() == "relaying to gateways; Ctrl-C ends it\n"
-        relay.send_signal(signal.SIGTERM)
-        assert relay.wait(30) == 0
+    words = ["prlimit", f"--nofile={min(soft, 256)}:{hard}", *command, "--grpc-gateways", "127.0.0.1:1, 127.0.0.1:2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as relay:
+        try:
+            assert relay.stdout is not None
+            assert relay.stdout.readline() == "relaying to gateways; Ctrl-C ends it\n"
+            assert psutil.Process(relay.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+            relay.send_signal(signal.SIGTERM)
+            assert relay.wait(30) == 0
+        finally:
+            relay.kill()

@@ -155,6 +155,7 @@ class HeldRecord:
         total: Bytes of the response that were stored.
         last: The last of them.
         past: All else; without a tail.
+        files: Descriptors of what the slot does not hold itself.
     """
 
     slot: int
@@ -164,6 +165,7 @@ class HeldRecord:
     total: int
     last: bytes
     past: PastResponse
+    files: frozenset[int] = frozenset()
 
     def rest(self, num_taken: int) -> PastResponse | None:
         """Return the response with the bytes that the kernel has not taken, as another gateway goes on with it; None if
@@ -325,7 +327,8 @@ class HeldTable:
             entries=tuple(map(OutputEntry.of, entries)) if is_named else (),
             number=number,
         )
-        return HeldRecord(slot, descriptor, cookie, base, total, last, past)
+        files = frozenset(each for each in (file, large - 1) if each >= 0)
+        return HeldRecord(slot, descriptor, cookie, base, total, last, past, files)
 
 
 def last_bytes(ring: bytes, total: int, large: int, large_end: int) -> bytes:

@@ -148,8 +148,9 @@ def _hold(table: HeldTable, directory: Path, gateway: int, parent: int) -> None:
         above = os.pidfd_open(parent)
     except ProcessLookupError:
         return
-    # At once: peers of the gateway learn of its end by that.
-    _close_all_but({above, *(connection.fileno() for _, connection in held)})
+    # At once: peers of the gateway learn of its end by that. The files are read again if this holder is killed too.
+    files = frozenset().union(*(record.files for record, _ in held))
+    _close_all_but({above, *(connection.fileno() for _, connection in held), *files})
     until = time.monotonic() + GIVE_SECONDS
     while held and time.monotonic() < until and not _has_ended(above):
         for path in directory.glob(f"*{SUFFIX}"):

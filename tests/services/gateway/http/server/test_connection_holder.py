@@ -501,6 +501,26 @@ async def test_a_descriptor_that_names_another_connection_now_is_not_kept(
             os.close(above)
 
 
+async def test_a_holder_that_follows_a_killed_one_has_what_is_stored_in_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would fail at the first of them, and all connections end."""
+    kept: list[int] = []
+    monkeypatch.setattr(connection_holder, "_wait_for_end", os.close)
+    monkeypatch.setattr(connection_holder, "_close_all_but", kept.extend)
+    monkeypatch.setattr(connection_holder, "GIVE_SECONDS", 0.0)
+    large = SLOW_REQUEST.replace(b"host", b"x: %b\r\nhost" % (b"y" * (16 << 10)))
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            monkeypatch.setattr(connection_holder, "_connection_of", lambda record: client)
+            assert await server.take(PastResponse(large), ours) == "not_begun"
+            (record,) = table.records()
+            connection_holder._hold(table, tmp_path, os.getpid(), os.getppid())
+            assert len(record.files) == 1
+            assert record.files < set(kept)
+            os.close(next(each for each in kept if each not in (client.fileno(), *record.files)))  # of this process
+
+
 async def test_a_response_of_which_nothing_was_sent_is_made() -> None:
     async with serving() as (server, _):
         with connection() as (ours, client):

@@ -59,7 +59,7 @@ behind the head size is zero.
 A cache of compressed vectors has one plane and one head: [1, num_blocks, 1, block_size, cache_head_size].
 
 In int8 the last dimension has 4 more bytes. The bytes of a head's block are then its numbers, [block_size,
-cache_head_size], and behind all of them its scales, [block_size] float32; see ``int8_cache``."""
+cache_head_size], and behind all of them its scales, [block_size] float32; see ``attention.cache``."""
 
 
 class AttentionPlan(Protocol):

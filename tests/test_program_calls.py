@@ -47,7 +47,7 @@ def module_path(name: str) -> Path | None:
 @cache
 def imports_of(path: Path) -> dict[str, tuple[str, str]]:
     """Return what a file imports from modules: by its name there, the module and the name in it."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):
             module = node.module or ""

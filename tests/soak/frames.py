@@ -165,9 +165,10 @@ def wire_sockets(rng: random.Random) -> None:
     sent = [random_frames(rng) for _ in range(2)]
     with _pair() as (near, far):
         sender, receiver = FrameSender(near), FrameReceiver(far)
-        sending = _beside.submit(lambda: [sender.send_frames(frames) for frames in sent])
+        sending = [_beside.submit(sender.send_frames, frames) for frames in sent]
         assert [receiver.receive() for _ in sent] == sent
-        sending.result(SECONDS)
+        for each in sending:
+            each.result(SECONDS)
 
 
 class Note(msgspec.Struct, array_like=True):

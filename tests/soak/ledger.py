@@ -228,8 +228,8 @@ class Faults:
 
     def _cancel_batch(self) -> None:
         with self._client() as http:
-            upload = {"files": {"file": ("in", json.dumps(LINE))}, "data": {"purpose": "batch"}}
-            file = http.post("/v1/files", **upload).json()["id"]
+            upload = {"file": ("in", json.dumps(LINE))}
+            file = http.post("/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
             fields = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
             batch = http.post("/v1/batches", json=fields).json()["id"]
             path = f"/v1/batches/{batch}"

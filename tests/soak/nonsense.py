@@ -25,7 +25,7 @@ _READ_AT_ONCE = 1 << 16
 """Bytes of a request whose answer is never lost because its connection closes amid them."""
 _METHODS = ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "POST", "TRACE", "BREW")
 _TYPES = ("application/json", "text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", "")
-_SHAPES = {
+_SHAPES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": shapes.with_sampling(shapes.ChatCompletionRequest),
     "/v1/completions": shapes.with_sampling(shapes.CompletionRequest),
     "/tokenize": shapes.TokenizeRequest,
@@ -100,7 +100,7 @@ def _repetitive(rng: random.Random) -> str:
 def _value(rng: random.Random, depth: int = 0) -> Any:
     if rng.random() < 0.05:
         return _repetitive(rng)
-    plain = (
+    plain: tuple[Any, ...] = (
         *(None, True, False, 0, 1, -1, 2, 5, 2**31, 2**32, 2**63, -(2**63), 2**64, 10**30, 0.5, -0.0, 1e308, 5e-324),
         *(
             float("nan"),

@@ -96,7 +96,8 @@ def with_images(step: Step) -> Step:
     """Let the tokens of some images in each chunk see all of theirs: one at its beginning, which earlier tokens of the
     image may precede, and others of up to 40 tokens behind it."""
     rng = np.random.default_rng(len(step.query))
-    starts, limits = step.arrays["cu_query_lens"].tolist(), []
+    starts = step.arrays["cu_query_lens"].tolist()
+    limits: list[int] = []
     for start, end, length in zip(starts, starts[1:], step.arrays["seq_lens"].tolist(), strict=False):
         position = length - (end - start)
         while position < length:

@@ -67,8 +67,9 @@ def _draw(logits, temperature, top_p, min_p, number, top_k) -> int:
         return NO_CHOICE if np.isneginf(logits).all() else NO_TOKEN
     if not np.isfinite(logits[best]) or not temperature:
         return best
-    filters = {"top_p": float(top_p), "min_p": float(min_p), "top_k": int(top_k)}
-    wanted = CoreSamplingParams(max_tokens=1, seed=0, temperature=float(temperature), **filters)
+    wanted = CoreSamplingParams(
+        max_tokens=1, seed=0, temperature=float(temperature), top_p=float(top_p), min_p=float(min_p), top_k=int(top_k)
+    )
     token_ids, weights = allowed_set(logits, wanted)
     index = first_past(weights, float(number))
     return index if token_ids is None else int(token_ids[index])

@@ -86,8 +86,8 @@ def check_states(config: EngineConfig, model: ModelInfo) -> None:
         return
     if config.kv.transports and not model.pool_is_on_host:
         raise ValueError(
-            "layers of this model keep a state between tokens, which moves between pools of hosts only; do not set "
-            "kv_transports"
+            "layers of this model keep a state between tokens, which only moves between engines whose KV pool is in "
+            "host memory; do not set kv_transports"
         )
     if model.kv_groups:
         raise ValueError(

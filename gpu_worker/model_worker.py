@@ -146,7 +146,7 @@ class ModelWorker:
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if model_config.cross_rows and not self._platform.pool_is_on_host:
-            raise ValueError(f"models that write down sound are not computed on {self._device.type} yet: choose cpu")
+            raise ValueError(f"models that transcribe sound do not run on {self._device.type} yet: choose --device cpu")
         if self._loras is not None:
             own = self._slot
             parts = (own.embed_tokens(), own.num_classes, own.read_again)

@@ -148,7 +148,7 @@ class _Writer:
         if not special:
             return self._lazy(end)
         if len(special) < len(end):
-            raise _unsupported("any_text whose ends are special tokens and others")
+            raise _unsupported("any_text that ends at a special token or at other text")
         return f"{self._rule(f'/{_ANY}/', terminal=True)} {self._ends(special)}"
 
     def _text_like(self, found: Any, end: _End) -> str:

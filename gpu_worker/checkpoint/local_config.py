@@ -469,6 +469,6 @@ def _check_redundant(config: ModelConfig, place: RankPlace) -> None:
         )
     if redundant > count * (ranks - 1):
         raise ValueError(
-            f"num_redundant_experts: {redundant} copies are more than one of each of the {count} experts on each other "
-            f"of {ranks} ranks"
+            f"num_redundant_experts: {redundant} is too large: each of {count} experts has one copy at most on each of "
+            f"the {ranks - 1} other ranks"
         )

@@ -176,9 +176,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         if found.config.cross_rows:
             config.check_cross()
             if has_gpu and worker.device != "cpu":
-                raise ValueError(
-                    f"{path}: models that write down sound are computed on CPUs only yet: choose --device cpu"
-                )
+                raise ValueError(f"{path}: models that transcribe sound do not run on a GPU yet: choose --device cpu")
         if worker.batch_invariant:
             check_batch_invariant(config, found.config)
     else:

@@ -96,7 +96,9 @@ class LazyCommands(MutableMapping[str, Any]):
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--plugins") from None
         if taken := sorted(found.keys() & self._places.keys()):
-            raise typer.BadParameter(f"the command {taken[0]} of a plugin is built in", param_hint="--plugins")
+            raise typer.BadParameter(
+                f"a plugin has a command {taken[0]}, which is the name of a built-in one", param_hint="--plugins"
+            )
         return found
 
 

@@ -172,7 +172,7 @@ def check_choice(kind: str, built_in: Sequence[str], value: str) -> str:
 
 
 def plugged(kind: str, built_in: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the ``extra`` of an option that names something built in, or a plugin of this kind."""
+    """Return ``Meta(extra=…)`` for an option whose value is one of ``built_in`` or names a plugin of this kind."""
     return {"choices": tuple(built_in), "check": partial(check_choices, kind, built_in)}
 
 

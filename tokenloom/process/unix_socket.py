@@ -50,8 +50,8 @@ def claimed(path: str) -> Iterator[None]:
     # The lock is not the directory's: a supervisor holds that of its mesh's directory as long as the mesh lives, and
     # each of the mesh's sockets waited for it in vain, 4 s at every start.
     with _locked(path):
-        # A gateway that was killed left its socket's file, and no later one could bind. Taking the path of any file
-        # there was no better: a process may still listen on it. So the socket itself is asked.
+        # A gateway that was killed leaves its socket's file, and no later one could bind. But a process may still
+        # listen there, so the file is removed only if nothing accepts a connection.
         failure = _knock(path)
         if failure in _SERVED:
             raise OSError(errno.EADDRINUSE, "a process listens there")

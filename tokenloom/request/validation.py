@@ -229,7 +229,7 @@ def _check_repetition_detection(params: Params, limits: Limits, field: str) -> N
 
 def _check_transcript(params: Params, limits: Limits, field: str) -> None:
     if not limits.cross_media_rows:
-        raise InvalidArgument(f"{field} is only for models that write down sound", field)
+        raise InvalidArgument(f"{field} is only for models that transcribe sound", field)
     rules = params.transcript
     for token_ids in (rules.suppressed_token_ids, rules.begin_suppressed_token_ids):
         if token_ids:

@@ -147,7 +147,7 @@ class Mesh:
         """
         serving = [part for part in self.parts if part.spec.service == "engine" and part.serving.is_set()]
         if len(serving) < 2:
-            raise ValueError(f"{len(serving)} of the engines serve now, and it takes two; wait until one has restarted")
+            raise ValueError(f"{len(serving)} of the engines serve now, but two must; wait until one has restarted")
         chosen = next((part for part in serving if part.spec.role == "decode"), serving[-1])
         chosen.crash()
         return chosen

@@ -113,8 +113,8 @@ def check_name(holder: "EngineRecord", first: EngineReport, now: float) -> None:
     if (ours.supervisor and ours.supervisor == holder.first.join.supervisor) or holder.is_lost(now):
         return
     raise FailedPrecondition(
-        f"the name {identity.engine_id!r} is held by {where}; it passes on when that one has left, or has not reported "
-        f"for {SILENT_SECONDS:g} s. Give each engine a name of its own (--instance-id)"
+        f"the name {identity.engine_id!r} belongs to {where} until that one leaves, or has not reported for "
+        f"{SILENT_SECONDS:g} s. Give each engine a name of its own (--instance-id)"
     )
 
 

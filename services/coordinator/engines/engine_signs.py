@@ -1,5 +1,5 @@
-"""Looks for engines that are of less use than they seem: without partners for their KV, or out of reach, or on machines
-whose memory is not to be trusted. No I/O."""
+"""Notes engines that report, but are of little use: none can exchange KV with them, picks do not arrive at them, or
+their machine's memory is faulty. :mod:`.engine_record` decides which engines are dead. No I/O."""
 
 from collections.abc import Iterable, Mapping
 

@@ -60,7 +60,7 @@ class ServedMesh:
         return self.names[0]
 
     def transcript_traits(self) -> TranscriptTraits:
-        """Return what the model needs to write down sounds. Raises ``InvalidArgument`` if it does not do so."""
+        """Return what the model needs to transcribe sounds. Raises ``InvalidArgument`` if it does not do so."""
         info = self.tokenizers.info
         if info is None or not info.HasField("transcript"):
             raise InvalidArgument(f"the model {self.model!r} does not transcribe sounds", "model")

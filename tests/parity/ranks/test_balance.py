@@ -148,7 +148,11 @@ assert not [name for name in sys.modules if "parallel.balance" in name]
             parallel(2, experts=True),
             "8 experts and 1 copies are not a multiple of 2",
         ),
-        (EplbConfig(num_redundant_experts=10), parallel(2, experts=True), "10 copies are more than one of each"),
+        (
+            EplbConfig(num_redundant_experts=10),
+            parallel(2, experts=True),
+            "10 is too large: each of 8 experts has one copy at most",
+        ),
         (None, parallel(2), "enable_eplb: needs enable_expert_parallel"),
         (None, ParallelConfig(enable_expert_parallel=True), "and several workers or engines"),
     ],

@@ -237,7 +237,7 @@ def test_rules_of_transcripts_reach_the_core() -> None:
 def test_other_models_refuse_rules_of_transcripts() -> None:
     add = make_add(1, [1, 2])
     add.sampling_params.transcript.suppressed_token_ids.append(1)
-    with pytest.raises(InvalidArgument, match="only for models that write down sound"):
+    with pytest.raises(InvalidArgument, match="only for models that transcribe sound"):
         to_core_request(add, "key", LIMITS, Random(0))
 
 

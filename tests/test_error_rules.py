@@ -26,6 +26,7 @@ KEPT = {
     "gateway/batches/batch_run.py:run": "its caller fails the batch",
     "gateway/files/files_api.py:_read": "called by a request's handler; no task",
     "gateway/routes/models_routes.py:_read": "an HTTP handler; no task",
+    "gateway/responses/responses_endpoint.py:_read": "called by a request's handler; no task",
     "gateway/responses/mcp_servers.py:list_tools": "its caller is the edge of one response",
     "runtime/helper_process.py:run": "its caller is the edge of one call",
     "runtime/helper_process.py:start": "the service starts, or ends with the error",

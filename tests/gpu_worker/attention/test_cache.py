@@ -39,6 +39,7 @@ CONFIG: Any = SimpleNamespace(
     kv_shapes=(),
     states=None,
     cross_rows=0,
+    scales_kv=False,
     kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
 )
 

@@ -319,5 +319,10 @@ _BACKENDS: dict[str, type[LibraryBackend]] = {each.name: each for each in (Flash
 
 
 def make_library_backend(name: str, config: ModelConfig, block_size: int, device: torch.device) -> LibraryBackend:
-    """Return the backend of a library that is installed and has what the model needs."""
-    return _BACKENDS[name](config, block_size, device)
+    """Return the backend of a library that is installed and has what the model needs. Raises ``ValueError`` if it
+    cannot be imported, or is of a version without what is called."""
+    try:
+        return _BACKENDS[name](config, block_size, device)
+    except (ImportError, OSError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"attention_backend {name}: the library does not work here ({reason}); choose auto") from error

@@ -1,7 +1,6 @@
 """Derives the configuration of the part of a model that one rank computes, and refuses options that several ranks, or a
 device, do not support."""
 
-import importlib.util
 import os
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -182,7 +181,6 @@ def _check_order(config: EngineConfig) -> None:
 class AttentionLibrary:
     """Says what the attention of a library computes over a paged cache, in the dtypes of GPUs' tensor cores."""
 
-    module: str
     distribution: str
     """What pip installs."""
     head_sizes: tuple[int, ...]
@@ -196,19 +194,18 @@ class AttentionLibrary:
     @property
     def is_installed(self) -> bool:
         try:
-            return importlib.util.find_spec(self.module) is not None
-        except ModuleNotFoundError:  # the package around it
+            version(self.distribution)  # to look for a module would import the packages around it
+        except PackageNotFoundError:
             return False
+        return True
 
 
 LIBRARIES = {
     "flashinfer": AttentionLibrary(
-        "flashinfer", "flashinfer-python", (64, 128, 256), 128, (8, 0), has_sinks=False, has_fp8_cache=True
+        "flashinfer-python", (64, 128, 256), 128, (8, 0), has_sinks=False, has_fp8_cache=True
     ),
     # From blocks of 64 tokens on it may load whole tiles, with what an earlier owner has left behind the last token.
-    "flash-attn": AttentionLibrary(
-        "flash_attn.cute", "flash-attn-4", (64, 96, 128), 32, (9, 0), has_sinks=True, has_fp8_cache=False
-    ),
+    "flash-attn": AttentionLibrary("flash-attn-4", (64, 96, 128), 32, (9, 0), has_sinks=True, has_fp8_cache=False),
 }
 """The backends of ``attention_backend`` that are other projects' kernels, by name. Both know windows and limits of
 scores (softcap), and no images whose tokens see later ones."""
@@ -218,7 +215,7 @@ def library_lack(name: str, config: ModelConfig, cache_dtype: KVCacheDtype, bloc
     """Return why a library of ``LIBRARIES`` does not compute a model's attention over such a cache; empty: it does."""
     library = LIBRARIES[name]
     if not library.is_installed:
-        return f"{library.module} is not installed: choose auto, or install {library.distribution}"
+        return f"it needs the package {library.distribution}; install it, or choose auto"
     sizes, shows_later = library.head_sizes, config.media is not None and config.media.seen_whole is not None
     has_dtype = cache_dtype == "auto" or (cache_dtype == "fp8" and library.has_fp8_cache)
     lacks = {

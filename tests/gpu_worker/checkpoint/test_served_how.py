@@ -285,8 +285,13 @@ def test_libraries_compute_no_layers_of_drafts(tmp_path: Path, monkeypatch) -> N
 
 
 def test_libraries_compute_what_they_know(tmp_path: Path, monkeypatch) -> None:
+    # One of that name that is damaged, or another project's: it is not imported to be found.
+    for folder in ("flashinfer", "flash_attn"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("raise ImportError('libcudart.so: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
     for library in LIBRARIES:
-        with pytest.raises(ValueError, match=f"{library}: .* is not installed: choose auto, or install {library}"):
+        with pytest.raises(ValueError, match=f"{library}: it needs the package {library}.*; install it, or choose"):
             answer(tmp_path, WIDE, has_gpu=True, attention_backend=library)
     monkeypatch.setattr(AttentionLibrary, "is_installed", True)
     for library in LIBRARIES:

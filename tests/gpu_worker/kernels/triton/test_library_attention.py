@@ -1,5 +1,7 @@
 """Attention of libraries, of which there are stand-ins, over the caches and lists that Triton's kernels write."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,9 @@ from tests.gpu_worker.kernels.triton.test_step_graphs import Replays, generate
 from tests.gpu_worker.platform.cuda_tensors import on_cuda
 from tokenloom.gpu_worker.attention import library_backends
 from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
-from tokenloom.gpu_worker.attention.library_backends import FlashAttnBackend, FlashInferBackend
+from tokenloom.gpu_worker.attention.library_backends import FlashAttnBackend, FlashInferBackend, make_library_backend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
+from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
 from tokenloom.gpu_worker.cuda.step_tensors import StepTools
@@ -152,3 +155,14 @@ def test_flashinfer_gets_lengths_on_the_host_and_the_rest_on_the_gpu(libraries, 
         step.query, *step.cache.unbind(), [0, 1, 2], [[int(each)] for each in pages], [16, 16], *rule, expected
     )
     torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("error", [ImportError("no libcudart.so"), AttributeError("no flash_attn_varlen_func")])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_that_does_not_work_is_named(name, error, monkeypatch):
+    def fail(module):
+        raise error
+
+    monkeypatch.setattr(library_backends, "importlib", SimpleNamespace(import_module=fail))
+    with pytest.raises(ValueError, match=rf"attention_backend {name}: the library .* here \(.*: no .*\); choose auto"):
+        make_library_backend(name, shape(KV_HEADS, torch.float16, HEADS, SIZE), BLOCK_SIZE, CPU)

@@ -360,9 +360,8 @@ def check_apart(config: EngineConfig, kind: str) -> None:
         raise ValueError(f"quantization: {config.worker.quantization} is not supported on {kind}: choose fp8")
     if config.cache.dtype not in ("auto", "fp8"):
         raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {kind}: choose fp8")
-    if config.worker.cpu_offload_gb and (kind != "cuda" or config.lora.enable):
-        reason = "with enable_lora, whose slots lie beside the weights," if kind == "cuda" else f"on {kind}"
-        raise ValueError(f"cpu_offload_gb: is not supported {reason} yet: leave it out")
+    if config.worker.cpu_offload_gb:
+        _check_offload(config, kind)
     if config.worker.attention_backend in LIBRARIES and kind != "cuda":
         raise ValueError(f"attention_backend {config.worker.attention_backend} does not compute on {kind}: choose auto")
     if not config.kv.transports:
@@ -373,6 +372,19 @@ def check_apart(config: EngineConfig, kind: str) -> None:
         raise ValueError(f"kv_transports: KV on {kind} moves only if the one worker runs in the core's process (uni)")
     if config.speculative is not None and config.speculative.writes_kv:
         raise ValueError(f"kv_transports: the KV of a draft model on {kind} does not move between engines yet")
+
+
+def _check_offload(config: EngineConfig, kind: str) -> None:
+    """Raise ``ValueError`` naming what keeps weights of a device of this kind from staying in the host's memory."""
+    options = {
+        f"on {kind}": kind != "cuda",
+        "with enable_lora, whose slots lie beside the weights,": config.lora.enable,
+        "with experts that move, as enable_eplb or a group of engines moves them to memory of the GPU,": (
+            config.parallel.enable_eplb or config.parallel.spreads_experts_over_engines
+        ),
+    }
+    if reason := next((name for name, is_set in options.items() if is_set), None):
+        raise ValueError(f"cpu_offload_gb: is not supported {reason} yet: leave it out")
 
 
 def _check_balancing(parallel: ParallelConfig) -> None:

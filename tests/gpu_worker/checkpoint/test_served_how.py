@@ -244,6 +244,12 @@ def test_weights_that_stay_on_the_host_are_those_of_built_in_classes(tmp_path: P
         answer(tmp_path, LLAMA, model_impl="transformers", **options)
     with pytest.raises(ValueError, match="cpu_offload_gb: is not supported with enable_lora"):
         answer(tmp_path, LLAMA, lora=LoraConfig(enable=True), **options)
+    for moving in (
+        ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True),
+        ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),
+    ):
+        with pytest.raises(ValueError, match="cpu_offload_gb: is not supported with experts that move"):
+            answer(tmp_path, LLAMA, parallel=moving, **options)
 
 
 WIDE = LLAMA | {"head_dim": 64, "dtype": "bfloat16"}

@@ -286,7 +286,8 @@ class Checkpoint:
     def kv_scale(self, prefix: str, kind: str) -> float:
         """Return by what the keys (``kind`` k) or values (v) of the attention ``prefix`` are divided in a cache of
         8-bit floats; 1: the files do not say. Raises ``ValueError`` for anything but one positive number."""
-        names = (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale", "kv_scale")
+        own = f"{kind}_scale"
+        names = (own, f"{kind}_proj.{own}", f"qkv_proj.{own}", f"{kind}_proj.output_scale", "kv_scale")
         known: Collection[str] = self._source.kv_scales if isinstance(self._source, KVScales) else ()
         found = next((name for each in names if (name := self._stored(f"{prefix}.{each}")) in known), None)
         if found is None or self.device.type == "meta":

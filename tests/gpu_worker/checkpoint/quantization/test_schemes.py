@@ -501,6 +501,16 @@ def test_weights_with_scales_are_replaced_by_others_with_scales(tmp_path: Path) 
         slot.replace(without)
 
 
+@pytest.mark.parametrize("name", ["k_scale", "k_proj.k_scale", "qkv_proj.k_scale", "k_proj.output_scale", "kv_scale"])
+def test_each_name_of_a_scale_is_read(name: str, tmp_path: Path) -> None:
+    path, _ = formats.write(tmp_path, *FORMATS["fp8, by tensor"])
+    tensors = load_file(path / "model.safetensors") | {f"model.layers.1.self_attn.{name}": torch.tensor(0.5)}
+    save_file(tensors, path / "model.safetensors")
+    config = load_model_config(path, "float32")
+    with Checkpoint(path, torch.float32, torch.device("cpu"), config.scheme) as checkpoint:
+        assert [checkpoint.kv_scale(f"model.layers.{layer}.self_attn", "k") for layer in (0, 1)] == [1.0, 0.5]
+
+
 def test_scales_have_the_names_of_a_plugin(tmp_path: Path) -> None:
     path = with_scales(tmp_path, 0.5, 0.25)
     config = load_model_config(path, "float32")

@@ -101,11 +101,10 @@ class ResponsesEndpoint:
         if stored is None and recipe is not None:
             held[:] = [await self._claimed(exchange, held.pop(), recipe)]
             stored = self.store.repeated(token, tenant)  # meanwhile another call with this key may have begun it
-        if exchange.held is not None:
-            if held[0][2].recipe:
-                exchange.held.name(held[0][2].request_id, [])  # before it begins: no second one is begun elsewhere
-            else:
-                held[:] = [_let_go(exchange, held.pop())]
+        if exchange.held is not None and held[0][2].recipe:
+            exchange.held.name(held[0][2].request_id, [])  # before it begins: no second one is begun elsewhere
+        else:  # also where it is not held: its body is gone, and no other gateway could begin or continue it
+            held[:] = [_let_go(exchange, held.pop())]
         return stored or self._begin(held)
 
     async def _begun_elsewhere(self, exchange: HttpExchange, request_id: str) -> StoredResponse | None:

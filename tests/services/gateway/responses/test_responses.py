@@ -16,6 +16,8 @@ from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.endpoints.generation_endpoint import REPEAT_SECONDS
+from tokenloom.services.gateway.http import held_table
+from tokenloom.services.gateway.http.held_table import HeldTable
 from tokenloom.services.gateway.responses.response_store import ResponseStore
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
@@ -245,6 +247,24 @@ async def test_a_stream_in_the_background_outlives_its_connection(socket_dir: Pa
         events = await events_after(client, begun.response.id, begun.sequence_number)
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello you"
         assert events[-1].type == "response.completed"
+
+
+async def test_a_stream_that_could_not_be_held_at_first_is_not_held_with_half_of_its_request(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a slot gets free after the request was read: another gateway would answer that its body is empty."""
+    table = HeldTable(1)
+    monkeypatch.setattr(held_table, "HeldTable", lambda num_slots: table)
+    monkeypatch.setattr(HeldTable, "may_arrive", False)
+    is_full = iter([True, True])  # as the body has arrived, and when it was read
+    monkeypatch.setattr(HeldTable, "is_full", property(lambda self: next(is_full, False)))
+    async with openai_client(socket_dir, hold_connections=str(socket_dir)) as (mesh, client):
+        stream = await client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        assert (await anext(aiter(stream))).type == "response.created"
+        assert not [record.past.request for record in table.records()]
+        (await mesh.outputs.next_request()).answer("Hello")
+        await stream.close()
+        assert next(is_full, None) is None
 
 
 async def test_the_last_events_count_among_the_bytes(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,6 +324,22 @@ async def test_a_client_that_goes_on_sending_where_one_message_is_asked_takes_no
             await asyncio.wait_for(_write(call, 64), 1)
 
 
+async def test_a_call_beyond_those_that_one_connection_carries_is_refused(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_MOST_CALLS", 1)
+    async with (
+        asyncio.timeout(LIMIT),
+        FakeGateway(FakeMesh(), socket_dir / "a", stops_at=1) as gateway,
+        relayed(socket_dir, gateway.address) as (stub, _),
+    ):
+        first = stub.Generate(pb.GenerateRequest(text="a"))
+        assert (await first.read()).text == TEXT[0]
+        code, _, _ = await _failure(stub.Generate(pb.GenerateRequest(text="a")))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+
+
 async def _write(call: Any, num_mebibytes: int) -> None:
     for _ in range(num_mebibytes):
         await call.write(bytes(1 << 20))

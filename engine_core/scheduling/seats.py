@@ -49,8 +49,8 @@ class PromptShare:
     def __init__(self, least: int) -> None:
         self.least = least
         self.most_at_once = _UNLIMITED
-        """Tokens of a step of one prompt alone: as few as cost no more for being few, because what comes meanwhile
-        waits for the whole step. Unlimited while costs are unknown."""
+        """Tokens of a step that computes one prompt alone: so few that requests that arrive meanwhile wait for a short
+        step, and so many that each token costs no more than in a longer one. Unlimited while costs are unknown."""
         self._rate = 0.0  # prompt tokens a second
         self._seconds = 0.0  # of steps without prompts
 
@@ -72,11 +72,11 @@ class PromptShare:
     # In steps of 100 to 200 tokens the last of 32 prompts of 128 tokens began 8 % later than in steps of 400 to 700: a
     # step costs d seconds more than its tokens. With k steps a burst whose tokens cost T seconds brings the mean first
     # token after (T + T/k + (k + 1) d) / 2 and the last one after T + k d; the sum is least in steps of sqrt(3 T d)
-    # seconds. A step without prompts says how large d may be.
+    # seconds. The time of a step without prompts stands for d.
     def most_of_burst(self, prompts: Sequence[Request]) -> int:
         """Return the tokens of a step of prompts alone while these wait or have begun: :attr:`most_at_once`, or as many
-        as bring the mean and the last first token of a burst the soonest. Long prompts make no burst, because a short
-        one that comes meanwhile would overtake them, and waits for the whole step."""
+        as minimize the sum of the mean and the last time to a first token of a burst. Long prompts do not count as a
+        burst: a short one that arrives meanwhile overtakes them, and would have to wait for the whole step."""
         most = self.most_at_once
         num_tokens = sum(missing for each in prompts if (missing := each.num_missing_tokens) <= 2 * most)
         return max(most, int(math.sqrt(3 * num_tokens * self._rate * self._seconds)))

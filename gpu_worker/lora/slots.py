@@ -271,12 +271,12 @@ class LoraSlots:
 
     @property
     def are_used(self) -> bool:
-        """Whether a row of the step in work has an adapter."""
+        """Whether a row of the current step has an adapter."""
         return self._current.rows is not None
 
     @property
     def are_plain(self) -> bool:
-        """Whether recordings of steps include all that the adapters of the step in work change. Otherwise the step
+        """Whether recordings of steps include all that the adapters of the current step change. Otherwise the step
         takes :meth:`embeds`, and calls :meth:`pick` before logits are computed."""
         return not self._special or self._special.isdisjoint(self._of_requests) or not self.are_used
 

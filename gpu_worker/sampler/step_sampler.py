@@ -145,7 +145,7 @@ class StepSampler:
         self._complete(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
 
     def _report(self, inputs: StepInputs, tokens: Ints, output: ModelRunnerOutput) -> None:
-        """Give the output the tokens [S], which the batch has already."""
+        """Put the tokens [S], which the batch has already, into the output."""
         output.sampled_token_ids = by_request(tokens.tolist(), inputs.sampled, len(inputs.req_ids))
         if self._publish is not None:
             # The array is the kernel's and holds until its next call, while sending may still go on.
@@ -154,7 +154,7 @@ class StepSampler:
     def _complete(
         self, inputs: StepInputs, tokens: list[int], kept: RowLogprobs | None, output: ModelRunnerOutput
     ) -> None:
-        """Give the batch and the output the tokens [S], and the output their log probabilities."""
+        """Put the tokens [S] into the batch and into the output, and their log probabilities into the output."""
         indices = inputs.sampled.tolist()
         output.sampled_token_ids = by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:

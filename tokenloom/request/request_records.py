@@ -317,7 +317,7 @@ class RecordFiles:
             os.close(descriptor)
 
     def _begin(self, day: date) -> None:
-        """Begin a file. Raises ``OSError``, also of the file before it."""
+        """Close the file, if there is one, and begin the next. Raises ``OSError`` of either."""
         self.close()
         self._day, self._size = day, 0
         self._number += 1

@@ -164,7 +164,7 @@ class ExpertExchange:
         return arriving
 
     def _check(self, arriving: Counts, row_bytes: int) -> None:
-        counts = arriving.reshape(-1).tolist()  # Python's integers: the sum of large ones would be a small one
+        counts = arriving.reshape(-1).tolist()  # as Python's integers, whose sum cannot overflow
         if min(counts, default=0) < 0 or sum(counts) * row_bytes > _MOST_BYTES:
             self.leave()
             raise PeerLostError(f"workers that share the experts announced {arriving.tolist()} rows")

@@ -29,7 +29,7 @@ MOST_LEFT = RING_BYTES - MOST_AT_ONCE
 REQUEST_BYTES = 14 << 10
 """A larger request is stored in a file in memory of its own."""
 MOST_REQUEST_BYTES = 1 << 20
-"""The response to a larger request is not held; nor is what follows a larger piece of a response, and the piece."""
+"""The response to a larger request is not held; of one with a larger piece, neither this piece nor the rest is."""
 MOST_FILE_BYTES = 64 << 20
 """Of all requests and pieces in files of their own."""
 MOST_OUTPUTS = 64

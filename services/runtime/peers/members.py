@@ -125,7 +125,8 @@ class PeerMembers:
 
 
 class ReplicaIndex:
-    """Enrolls this process with the coordinator. While the coordinator is away, the last position stays.
+    """Learns from the coordinator which of its service's replicas this process is. The last position stays while the
+    coordinator is away.
 
     Attributes:
         position: None until the coordinator has sent it; the process then works with all members.
@@ -152,7 +153,7 @@ class ReplicaIndex:
                 # that release.
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     wait = _OLD_COORDINATOR_SECONDS
-            except Exception:  # of a position that cannot be: the last one stays
+            except Exception:  # also of an impossible position: the last one stays
                 log.exception("a position of the coordinator cannot be taken")
             finally:
                 call.cancel()

@@ -24,8 +24,8 @@ class ShownMedia(NamedTuple):
     frames: int = 0
     """Of a video."""
     rate: float = 0.0
-    """Frames of a video in a second; 0: it is a list of pictures, all of which are shown up to the most of the
-    model."""
+    """Frames of a video in a second; 0: it is a list of pictures, all of which are shown, up to the model's
+    limit."""
 
 
 class MediaText(NamedTuple):

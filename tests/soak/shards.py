@@ -31,7 +31,7 @@ from benchmarks.chaos.campaign.run import run_campaign
 ROOT = Path(__file__).parents[2]
 _CAMPAIGN = "kill"
 _RULES = "flush ruleset\ntable inet t {{\n chain c {{\n type filter hook input priority 0;\n {rule}\n }}\n}}\n"
-_RULE = "meta iifname lo meta l4proto tcp numgen random mod 1000 < {share} counter drop"
+_RULE = "meta iifname lo meta l4proto tcp numgen random mod 1000000 < {share} counter drop"
 _TOOLS = ("ip", "unshare", "nft")
 _TOO_LARGE = 3
 """Exit status where this process takes more memory than it may."""
@@ -112,7 +112,7 @@ def _lose(share: float) -> None:
     """Lose a share of the packets of the namespace's loopback device from now on."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     if share:
-        rules = _RULES.format(rule=_RULE.format(share=round(share * 1000)))
+        rules = _RULES.format(rule=_RULE.format(share=max(round(share * 1_000_000), 1)))
         subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
 
 

@@ -1,6 +1,7 @@
 """What is kept of the shards of a campaign adds up, and those that have run do not run again."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,12 @@ def test_a_process_that_takes_too_much_memory_says_with_what_and_ends(tmp_path: 
     assert ended == [3]
     assert "MiB, the most are [(" in (tmp_path / "log").read_text()
     assert "most recent call first" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("share", "rule"), [(0.01, "< 10000 "), (0.0002, "< 200 "), (1e-9, "< 1 "), (0.0, "")])
+def test_a_small_share_of_the_packets_is_lost_too(share: float, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(subprocess, "run", lambda *_, **options: given.append(options.get("input", "")))
+    shards._lose(share)
+    assert rule in given[-1]
+    assert bool(given[-1]) == bool(share)

@@ -36,7 +36,7 @@ from .attention.states import StateSlots, state_regions
 from .batch.input_batch import InputBatch
 from .checkpoint.draft_config import read_eagle3
 from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing, state_prompts
-from .checkpoint.mixer_config import check_state_prompts
+from .checkpoint.mixer_config import check_state_prompts, has_chunks
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.served_how import check_plugged, chosen_impl
 from .device.cpu_watch import bind_to
@@ -200,6 +200,12 @@ class ModelWorker:
             argument_schemas=[plugin.schema for plugin in self._plugins],
         )
 
+    def _largest_step(self) -> list[int]:
+        # The same on every rank, also where none of its layers keeps a state.
+        mixer, prompts = self._model.config.mixer, state_prompts(self._config, self._device.type)
+        in_chunks = mixer is not None and has_chunks(mixer, prompts)
+        return largest_step(self._config.scheduler, self._max_model_len, in_chunks=in_chunks)
+
     def _make_ops(self) -> Ops:
         """Raises ``ValueError`` if prompts are to be computed by kernels that are not installed."""
         prompts, wanted = state_prompts(self._config, self._device.type), self._config.worker.state_prompts
@@ -273,7 +279,7 @@ class ModelWorker:
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to weights and a step's activations, if engines share the host."""
         steps = self._require_steps()
-        largest = steps.compute_largest(largest_step(self._config.scheduler, self._max_model_len))
+        largest = steps.compute_largest(self._largest_step())
         adapters = 0 if self._loras is None else self._loras.reserved_bytes()
         return self._platform.kv_memory(largest.activation_bytes + adapters + steps.graph_bytes(), self._num_sharing)
 
@@ -282,8 +288,7 @@ class ModelWorker:
         scheduler, block_size, steps = self._config.scheduler, self._config.cache.block_size, self._require_steps()
         self._max_model_len = kv_cache.max_model_len
         if steps.largest is None:
-            lengths = largest_step(scheduler, kv_cache.max_model_len)
-            steps.compute_largest(within(kv_cache.num_blocks, block_size, lengths))
+            steps.compute_largest(within(kv_cache.num_blocks, block_size, self._largest_step()))
         started = time.perf_counter()
         if self._platform.pool_is_on_host:
             forget_start()  # before the steps below, which map again what steps need

@@ -126,13 +126,14 @@ FEW_ROWS = 4
 """The largest decode step of a warm-up that need not measure anything."""
 
 
-def largest_step(scheduler: SchedulerConfig, max_model_len: int) -> list[int]:
+def largest_step(scheduler: SchedulerConfig, max_model_len: int, *, in_chunks: bool = False) -> list[int]:
     """Return the query lengths of the largest step: the longest prompts that leave one token to each other request, so
-    that the token budget is full and as many requests as possible draw a token."""
-    tokens = scheduler.max_num_batched_tokens
+    that the token budget is full and as many requests as possible draw a token. ``in_chunks``: whether layers compute
+    prompts in chunks: two tokens, since a prompt of two takes the memory of a whole chunk."""
+    tokens, least = scheduler.max_num_batched_tokens, 2 if in_chunks else 1
     lengths = []
-    for others in range(min(scheduler.max_num_seqs, tokens) - 1, -1, -1):
-        lengths.append(min(max_model_len, tokens - others))
+    for others in range(min(scheduler.max_num_seqs, tokens // least) - 1, -1, -1):
+        lengths.append(min(max_model_len, tokens - least * others))
         tokens -= lengths[-1]
     return lengths
 

@@ -306,12 +306,15 @@ _UNSTATED_LENGTH = 2048
 """As transformers' modules have it."""
 
 
+def has_chunks(mixer: MixerSwitches, prompts: StatePrompts) -> bool:
+    """Return whether layers compute prompts in chunks, if those that can do so compute them like ``prompts``."""
+    return prompts != "scan" and mixer.kind in _CHUNK_FORMS and mixer.state_size <= _MOST_CHUNK_STATE
+
+
 def with_prompts(config: ModelConfig, prompts: StatePrompts) -> ModelConfig:
     """Return the configuration of a model whose recurrences compute prompts so: what their sums depend on."""
     mixer, states = config.mixer, config.states
-    if prompts == "scan" or mixer is None or states is None or mixer.kind not in _CHUNK_FORMS:
-        return config
-    if mixer.state_size > _MOST_CHUNK_STATE:
+    if mixer is None or states is None or not has_chunks(mixer, prompts):
         return config
     # Other versions may sum in another order.
     suffix = f"{FLA}-{version(FLA)}" if prompts == "fla" else "products"

@@ -47,6 +47,9 @@ def test_an_engine_cuts_prompts_between_chunks(kind: str, tmp_path: Path, monkey
     assert states is not None
     assert (states.chunk, states.is_strict) == (STATE_CHUNK, True)
     assert "-chunk64-strict/" in engine.core.ready.numerics
+    profiled = max((plan.cu_lens.diff().tolist() for plan in chunks.plans), key=sum)
+    assert sum(profiled) == 101
+    assert min(profiled) == 2, "each request of the largest step has a chunk, which takes memory beside its tokens"
     chunks.plans.clear()
 
     prompts = [draw(length, seed) for seed, length in enumerate((150, 3, 66))]

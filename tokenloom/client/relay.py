@@ -135,16 +135,16 @@ class GrpcRelay(grpc.GenericRpcHandler):
     async def _pass(self, method: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Pass the messages of a call on in both directions, as they are."""
         metadata = _passed(context)
-        once = await _first(requests) if method in _REPEATED else None
-        has_begun, tries = False, 0
+        first, is_repeated = await _first(requests), method in _REPEATED
+        has_begun, has_reached, tries = False, False, 0
         while True:
-            gateway, reached = self._gateways.current, asyncio.get_running_loop().create_future()
+            gateway = self._gateways.current
             opened: Any = gateway.channel.stream_stream(method)
-            sent = _once_reached(reached, requests) if once is None else once
+            sent = first if is_repeated else _joined(first, requests)
             call = opened(sent, timeout=context.time_remaining(), metadata=metadata)
             try:
                 await call.wait_for_connection()
-                reached.set_result(True)
+                has_reached = True
                 async for message in call:
                     if not has_begun:
                         has_begun = self._gateways.have_answered = True
@@ -153,14 +153,12 @@ class GrpcRelay(grpc.GenericRpcHandler):
                 context.set_trailing_metadata(tuple(await call.trailing_metadata() or ()))
                 return
             except CallError as failed:
-                # What no gateway was reached with has had no effect.
-                is_final = has_begun or (once is None and reached.done()) or tries == _MOST_TRIES
+                # A call with which no gateway was reached has had no effect.
+                is_final = has_begun or (has_reached and not is_repeated) or tries == _MOST_TRIES
                 if not was_cut(failed) or not self._tries_another(gateway, failed) or is_final:
                     await _abort_as(context, failed)
             finally:
                 call.cancel()
-                if not reached.done():
-                    reached.set_result(False)
             await asyncio.sleep(_WAIT_SECONDS * tries)
             tries += 1
             self._note_further()
@@ -182,18 +180,19 @@ class GrpcRelay(grpc.GenericRpcHandler):
 
 
 async def _first(requests: AsyncIterator[bytes]) -> list[bytes]:
-    """Return the only message of a call as it is sent; a client that sends more is not read on."""
+    """Return the first message of a call, and no more than that: it is kept while gateways are tried."""
     async for message in requests:
         return [message]
     return []
 
 
-async def _once_reached(reached: asyncio.Future[bool], requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the messages of a call from the time on at which it is known whether its gateway was reached; none if that
-    was not: the next call sends them."""
-    if await reached:
-        async for message in requests:
-            yield message
+async def _joined(first: list[bytes], requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the messages of a call. gRPC asks for the second one once it has sent the first: no call that has reached
+    no gateway has taken one from the next call."""
+    for message in first:
+        yield message
+    async for message in requests:
+        yield message
 
 
 def _passed(context: Any) -> Metadata:

@@ -120,6 +120,11 @@ async def test_calls_come_through_as_they_are(socket_dir: Path) -> None:
         wrong = pb.GenerateRequest(text="a", sampling_params=types_pb2.SamplingParams(temperature=-1))
         assert await _failure(stub.Generate(wrong)) == await _failure(direct.Generate(wrong))
         assert await _failure(stub.Embed(pb.EmbedRequest())) == await _failure(direct.Embed(pb.EmbedRequest()))
+        address = f"unix:{socket_dir}/relay"
+        async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
+            for _ in range(8):  # refused before its message has arrived
+                code, _, _ = await _failure(channel.unary_stream("/none.Such/Method")(b""))
+                assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_what_a_client_sends_that_resumes_by_itself_comes_through(socket_dir: Path) -> None:

@@ -149,8 +149,9 @@ def load_model(
 
 
 def _scales_kv(config: ModelConfig) -> bool:
-    """Return whether layers divide keys and values by the numbers of a checkpoint: whose keys are those of one layer,
-    and rotated before any norm that has no weights."""
+    """Return whether the layers of a model can divide keys and values by the numbers of a checkpoint: not those with
+    compressed vectors, those that use the keys of another layer, and those whose norm has no weights and comes behind
+    the rotation (Llama 4): it would undo the division of keys."""
     is_plain = config.latent is None and not config.kv_sources and not config.traits.is_interleaved
     return is_plain and config.family not in LEARNED_POSITIONS
 

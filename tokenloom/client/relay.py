@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import grpc.aio
 
+from tokenloom.process import unix_socket
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.limits import MAX_MESSAGE_BYTES
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
@@ -226,12 +227,15 @@ async def serve_grpc(
     options = [*options, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MOST_CALLS)
     server.add_generic_rpc_handlers((relay,))
+    path = listen.removeprefix("unix:") if listen.startswith("unix:") else ""
     try:
-        if credentials is None:
-            server.add_insecure_port(listen)
-        else:
-            server.add_secure_port(listen, credentials)
-    except RuntimeError as error:
+        # gRPC itself would take the path of a unix socket from a process that listens there, and remove it at its end.
+        with unix_socket.claimed(path) if path else contextlib.nullcontext():
+            if credentials is None:
+                server.add_insecure_port(listen)
+            else:
+                server.add_secure_port(listen, credentials)
+    except (RuntimeError, OSError) as error:
         raise errors.Unavailable(f"cannot listen at {listen}: {error}") from None
     await server.start()
     return server

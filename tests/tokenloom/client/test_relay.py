@@ -15,6 +15,7 @@ import pytest
 from tests.services.gateway.fakes import FakeMesh as RealGateway
 from tokenloom.client import relay
 from tokenloom.client.relay import GrpcRelay, HttpRelay, serve_grpc
+from tokenloom.request import errors
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
@@ -86,6 +87,14 @@ async def test_no_address_of_the_mesh_is_shown_where_there_is_no_gateway(socket_
         for call in (stub.Generate(pb.GenerateRequest(text="a")), stub.Resume(pb.InferenceResumeRequest())):
             code, details, _ = await _failure(call)
             assert (code, "none" in details) == (grpc.StatusCode.UNAVAILABLE, False)
+
+
+async def test_a_relay_does_not_take_the_socket_of_one_that_runs(socket_dir: Path) -> None:
+    async with FakeGateway(FakeMesh(), socket_dir / "a") as gateway, relayed(socket_dir, gateway.address) as (stub, _):
+        with pytest.raises(errors.Unavailable, match="a process listens there"):
+            async with relayed(socket_dir, gateway.address):
+                pass
+        assert text_of([response async for response in stub.Generate(pb.GenerateRequest(text="a"))]) == TEXT
 
 
 async def test_a_client_that_leaves_ends_its_answer(socket_dir: Path) -> None:

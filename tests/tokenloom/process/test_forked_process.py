@@ -1,12 +1,14 @@
 """A forked part differs in nothing from one that was started anew."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,19 @@ def start(tmp_path: Path, *behaviours: tuple[str, ...]) -> "subprocess.Popen[str
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@contextlib.contextmanager
+def waiting(tmp_path: Path) -> "Iterator[tuple[subprocess.Popen[str], psutil.Process]]":
+    """Yield a supervisor and its part, which waits; both end, also where a test fails: the part with the supervisor."""
+    with start(tmp_path, ("wait",)) as run:
+        try:
+            assert run.stdout is not None
+            lines = sorted(run.stdout.readline() for _ in range(2))  # the part may write before its id is written
+            assert lines[0].startswith("part-0 {")
+            yield run, psutil.Process(int(lines[1].removeprefix("pids ")))
+        finally:
+            run.kill()
+
+
 def lines_of(run: "subprocess.Popen[str]") -> list[str]:
     lines = run.communicate()[0].splitlines()
     for line in lines:  # shown where a test failed
@@ -148,21 +163,14 @@ def test_a_part_ends_whose_threads_nothing_ends(tmp_path: Path) -> None:
 
 
 def test_a_killed_part_has_its_signal_as_status(tmp_path: Path) -> None:
-    run = start(tmp_path, ("wait",))
-    assert run.stdout is not None
-    pid = int(run.stdout.readline().split()[1])
-    assert run.stdout.readline().startswith("part-0 {")
-    psutil.Process(pid).kill()
-    assert f"status part-0 -{int(signal.SIGKILL)} -{int(signal.SIGKILL)}" in lines_of(run)
+    with waiting(tmp_path) as (run, part):
+        part.kill()
+        assert f"status part-0 -{int(signal.SIGKILL)} -{int(signal.SIGKILL)}" in lines_of(run)
 
 
 def test_a_part_is_killed_with_the_supervisor(tmp_path: Path) -> None:
-    run = start(tmp_path, ("wait",))
-    assert run.stdout is not None
-    child = psutil.Process(int(run.stdout.readline().split()[1]))
-    assert run.stdout.readline().startswith("part-0 {")
-    run.kill()
-    run.communicate()
+    with waiting(tmp_path) as (_, child):
+        pass
     assert psutil.wait_procs([child], timeout=60)[1] == [] or child.status() == psutil.STATUS_ZOMBIE
 
 

@@ -58,7 +58,8 @@ _FLAGS = """## Flags with the same name and meaning
 
 {names}
 
-The [configuration page](../reference/configuration.md) describes them.
+The [configuration page](../reference/configuration.md) describes them. Backends of attention have other names: vLLM's
+`FLASHINFER`, `FLASH_ATTN` and `TRITON_ATTN` are `flashinfer`, `flash-attn` and `triton` here.
 
 ## Arguments of `LLM`
 
@@ -201,8 +202,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 SAME_FLAGS = _names(
     """
-    --api-key --async-scheduling --attention-backend --block-size --config --disable-hybrid-kv-cache-manager
-    --disable-log-stats
+    --api-key --async-scheduling --attention-backend --block-size --config --cpu-offload-gb
+    --disable-hybrid-kv-cache-manager --disable-log-stats
     --distributed-executor-backend --dtype --enable-chunked-prefill --enable-eplb --enable-logging-iteration-details
     --enable-lora --enable-prefix-caching --enable-prompt-embeds --eplb-config --exclude-tools-when-tool-choice-none
     --host --kv-cache-dtype

@@ -404,7 +404,7 @@ def test_numbers_that_leave_no_larger_one_are_refused() -> None:
 def test_a_name_passes_on_when_its_holder_is_silent() -> None:
     registry = make_registry()
     holder = join(registry, first("a", 1))
-    with pytest.raises(FailedPrecondition, match="held by the engine at unix:/a"):
+    with pytest.raises(FailedPrecondition, match="belongs to the engine at unix:/a"):
         registry.check_name(first("a", 2))
     registry._clock.now += SILENT_SECONDS + 0.1  # type: ignore[attr-defined]
     taker = join(registry, first("a", 2))

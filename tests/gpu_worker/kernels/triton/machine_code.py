@@ -230,7 +230,7 @@ def rows_of_a_step() -> None:
     kernels, count, size = row_kernels.TritonRowKernels(), 100, StepSize(128, 128, 128)
     sent = SentStep(ints(count), ints(count + 1), ints(count), ints(count), ints(count, 2))
     made = StepTensors.allocate(size, 1, 512, META)
-    kernels.prepare(sent, ints(128, 512), ints(128, dtype=torch.int64), made, size, 16)
+    kernels.prepare(sent, ints(128, 512), *(ints(128, dtype=torch.int64) for _ in range(2)), made, size, 16)
     kernels.scatter(ints(128, 512), ints(count, dtype=torch.int64), ints(count))
 
 

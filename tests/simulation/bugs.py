@@ -17,7 +17,7 @@ from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.wanted_state import WantedState
 from tokenloom.services.coordinator.lease import KubernetesLease
 from tokenloom.services.engine.core import row_loads
-from tokenloom.services.engine.kv import kv_loads
+from tokenloom.services.engine.kv import kv_peers
 from tokenloom.services.engine.kv.kv_peers import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh import collector
 from tokenloom.services.gateway.mesh.journal_copies import JournalCopies
@@ -202,7 +202,7 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "no_copies": {(JournalCopies, "_place"): lambda *_: True},
     "copied_twice": {(JournalCopies, "_send_news"): _from_the_beginning},
     "believed_tokens": {(SampleOutput, "add"): _believed},
-    "believed_blocks": {(kv_loads, "_check_answer"): lambda *_, **__: None},
+    "believed_blocks": {(kv_peers, "_check_answer"): lambda *_, **__: None},
     "believed_prompts": {(TokenizerClient, "_fits"): lambda *_: True},
     "any_reason": {(collector, "_ENDS"): range(256)},
     "torn_loads": {(registry_view, "fit_together"): lambda _: True},

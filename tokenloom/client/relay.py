@@ -165,7 +165,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
             self._note_further()
 
     def _note_further(self) -> None:
-        """Count one more call in the place of one that was lost; say so now and then, for nobody else notices it."""
+        """Count one more call in the place of one that was lost, and log it now and then: no other log reports it."""
         self.num_continued += 1
         if (now := time.monotonic()) - self._noted_at >= _NOTE_SECONDS:
             self._noted_at = now

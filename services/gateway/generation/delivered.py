@@ -11,7 +11,7 @@ from ..records.request_ids import ClientPosition
 
 
 class Delivered:
-    """Tells which output of a resumed answer is new: its deltas come from the beginning, and the client has some."""
+    """Decides which output of a resumed answer is new: its deltas come from the beginning, and the client has some."""
 
     def __init__(self, positions: Mapping[int, ClientPosition]) -> None:
         """``positions``: by output; of outputs that are not named the client has nothing."""

@@ -255,7 +255,7 @@ class StepPlanner:
             # Unlike in vLLM, preempted requests resume in a pause that waits: its answer comes when no request that had
             # begun is left, and these had begun.
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
-        self._left_unused = len(prompts) > len(begun) > 0 < plan.budget and len(self._running) <= num_running
+        self._left_unused = plan.budget > 0 and len(prompts) > len(begun) > 0 and len(self._running) <= num_running
         if deferred and len(self._running) <= num_running:  # no request began, so there is no reason to leave any out
             left_out = others.union(plan.num_scheduled_tokens, held)
             self._plan_running(plan, left_out, may_preempt=not plan.num_scheduled_tokens)

@@ -191,7 +191,8 @@ class WorkerConfig(Struct, frozen=True):
         Meta(extra={"name": "hash_draft_accuracy"}),
     ] = 0.7
     cpu_offload_gb: Annotated[
-        Duration,
+        # Bounded by a pebibyte, so that the number of bytes is an integer of 64 bits.
+        Annotated[float, Meta(ge=0, le=1 << 20)],
         "GiB of the weights of each worker on a GPU that stay in memory of the host, from which the GPU reads them "
         "over its bus in every step: for a model that its own memory does not hold.",
     ] = 0.0

@@ -137,6 +137,12 @@ def load_model(
         model: LanguageModel
         if plugged is not None and plugged.model is not None:
             model = _made(model_impl, lambda: plugged.model(checkpoint, config, ops or TorchOps(), device, stage))
+            if host_room and checkpoint.host_room == host_room:
+                raise ValueError(
+                    f"cpu_offload_gb: the class of the plugin {model_impl} leaves no matrix of its layers on the host, "
+                    "because it loads them without replace_layers (gpu_worker/models/model.py) or none is as small as "
+                    "that: leave it out"
+                )
         elif config.family in LEARNED_POSITIONS:
             model = LearnedPositionsModel(checkpoint, config, ops or TorchOps(), stage)
         else:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.plugin_packages import EXAMPLE_NAME, install, install_example
 from tokenloom import LLM, LoRARequest, SamplingParams
 from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
+from tokenloom.gpu_worker.models import model
 from tokenloom.gpu_worker.models.load_model import ModelLoader
 from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL
 
@@ -28,10 +30,16 @@ class Oak(DecoderModel):
         logits[:, :{LOW}] = float("-inf")
         return logits
 
+class Yew:
+    def __init__(self, checkpoint, config, ops, device, stage):
+        self.config = config
+        checkpoint.skip_below("")
+
 def broken(*arguments):
     raise KeyError("a layer")
 
 OAK = {{"like": "Qwen3ForCausalLM", "model": Oak}}
+YEW = {{"like": "Qwen3ForCausalLM", "model": Yew}}
 ELM = {{"like": "Qwen3ForCausalLM", "model": broken}}
 ASH = {{"like": "Qwen3ForCausalLM", "layers": 4}}
 FIR = {{"like": "FirForCausalLM"}}
@@ -42,7 +50,7 @@ FIR = {{"like": "FirForCausalLM"}}
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("packages")
     install_example(directory)
-    names = {f"{name.title()}ForCausalLM": f"acme_trees:{name.upper()}" for name in ("oak", "elm", "ash", "fir")}
+    names = {f"{name.title()}ForCausalLM": f"acme_trees:{name.upper()}" for name in ("oak", "yew", "elm", "ash", "fir")}
     install(directory, "acme-trees", {"tokenloom.model_architectures": names}, OAK)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(directory)
@@ -119,6 +127,23 @@ def test_a_class_of_its_own_computes_the_model(make: Callable[..., LLM], tmp_pat
     built_in = make(DEMO_MODEL)
     expected = tokens(built_in, allowed_token_ids=list(range(LOW, 2048)))
     assert tokens(plugged) == expected != tokens(built_in)
+
+
+def test_weights_of_a_class_of_its_own_stay_on_the_host_where_it_loads_layers_as_built_in_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = list[object]()
+    monkeypatch.setattr(model, "keep_on_host", lambda layer, room: moved.append(layer) or 100)
+    loader = ModelLoader("float32", plugins=["acme-trees"], host_room=1000)
+    oak = replace(loader, model_impl="acme-trees:OakForCausalLM").load(write(tmp_path / "oak", "OakForCausalLM"))
+    assert len(moved) == oak.config.num_layers
+    yew = replace(loader, model_impl="acme-trees:YewForCausalLM")
+    path = write(tmp_path / "yew", "YewForCausalLM")
+    with pytest.raises(
+        ValueError, match=r"cpu_offload_gb: the class of the plugin acme-trees:YewForCausalLM leaves no"
+    ):
+        yew.load(path)
+    replace(yew, host_room=0).load(path)
 
 
 def adapter(path: Path, name: str) -> LoRARequest:

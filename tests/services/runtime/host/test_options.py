@@ -91,6 +91,12 @@ def test_a_wrong_value_is_named_with_what_is_right(values: dict[str, Any], messa
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("size", [1e300, float("nan"), float("inf"), -1])
+def test_a_size_that_no_memory_has_is_refused(size: float) -> None:
+    with pytest.raises(OptionError, match=r"cpu_offload_gb: must be a number ≥ 0, ≤ 1048576, not "):
+        build(EngineConfig, {"cpu_offload_gb": size})
+
+
 def test_a_value_of_other_servers_is_refused_with_the_alternative() -> None:
     with pytest.raises(OptionError) as error:
         build(EngineConfig, {"kv_cache_dtype": "fp8_e5m2"})

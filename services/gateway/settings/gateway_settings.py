@@ -408,7 +408,9 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     def grpc_limits(self) -> GrpcLimits:
         """The limits of clients."""
         connections = for_clients(self.max_connections, NUM_EDGES)
-        return GrpcLimits(connections, streams=MAX_STREAMS, calls=self.max_grpc_calls)
+        # A client's machine may be starved, or its network away, for seconds: a stream cut off then is one that a plain
+        # client does not get back, while one kept for a client that left takes a queue's room for 22 s.
+        return GrpcLimits(connections, streams=MAX_STREAMS, calls=self.max_grpc_calls, is_patient=True)
 
     @property
     def has_admin(self) -> bool:

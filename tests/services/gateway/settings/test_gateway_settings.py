@@ -51,3 +51,11 @@ def test_a_page_of_this_machine_alone_may_kill_engines() -> None:
     for listen in ("127.0.0.1:8000", "[::1]:8000", "localhost:8000"):
         settings = GatewaySettings.load([*argv, "--page-kills", "/control.sock", "--http-listen", listen])
         assert settings.page_kills is not None
+
+
+def test_clients_may_be_silent_for_ten_seconds() -> None:
+    """A plain client whose process had stood still for 6 s lost its stream to pings that ended after 1.5 s."""
+    argv = ["--tokenizers", "unix:/a", "--output-processors", "unix:/b", "--coordinator", "unix:/c"]
+    options = dict(GatewaySettings.load(argv).grpc_limits.options())
+    assert options["grpc.http2.ping_timeout_ms"] > 10_000
+    assert options["grpc.keepalive_timeout_ms"] > 10_000

@@ -43,6 +43,13 @@ async def test_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["violations"] == [], "\n".join([*report["layouts"][0]["examples"], *report["log"][-60:]])
 
 
+async def test_pauses_of_the_whole_mesh() -> None:
+    report = await campaign("pause", layout="split", worker="hash", requests=60, each=2, hold_connections=True)
+    (layout,) = report["layouts"]
+    assert report["violations"] == [], "\n".join([*layout["examples"], *report["log"][-60:]])
+    assert all("processes were stopped" in fault["effect"] for fault in layout["faults"])
+
+
 async def test_kills_of_a_mesh_that_reads_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 30.0)
     model = str(write_whole_vision("llava", tmp_path))

@@ -37,6 +37,8 @@ _TRANSPORT_MESSAGES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "A message exceeds the size limit.",
     grpc.StatusCode.UNIMPLEMENTED: "The service does not implement this call.",
 }
+_CUT_WITHOUT_STATUS = "Internal error from Core"
+"""gRPC's text where the connection ended while the call was being opened or read, so that no status came."""
 
 
 def of_exception(error: BaseException) -> TokenloomError:
@@ -119,16 +121,22 @@ def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
             ours_again.limit = limit
         return ours_again
     log.debug("call failed: %s %s", error.code(), error.details())
-    default_retry = 1.0 if error.code() is grpc.StatusCode.UNAVAILABLE else None
-    return _make(
-        error.code().value[0], "", _TRANSPORT_MESSAGES.get(error.code(), "internal error"), None, default_retry
-    )
+    code = code_of(error)
+    default_retry = 1.0 if code is grpc.StatusCode.UNAVAILABLE else None
+    return _make(code.value[0], "", _TRANSPORT_MESSAGES.get(code, "internal error"), None, default_retry)
 
 
 def was_cut(error: grpc.aio.AioRpcError | grpc.Call) -> bool:
     """Return whether a call ended with its connection: neither side of it has ended it with an error of ours."""
-    is_of_transport = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    is_of_transport = code_of(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     return is_of_transport and _attached_status(error) is None
+
+
+def code_of(error: grpc.aio.AioRpcError | grpc.Call) -> grpc.StatusCode:
+    """Return the code of a failed call; ``UNAVAILABLE`` where gRPC says INTERNAL of a connection that ended."""
+    code = error.code()
+    is_cut = code is grpc.StatusCode.INTERNAL and error.details() == _CUT_WITHOUT_STATUS
+    return grpc.StatusCode.UNAVAILABLE if is_cut else code
 
 
 def openai_body(error: BaseException) -> dict[str, dict[str, str | None]]:

@@ -53,7 +53,7 @@ class ChaosOptions(Struct, frozen=True):
     each: Annotated[_Count, "Faults of each kind, of both layouts together."] = 10
     kinds: Annotated[tuple[str, ...], "Only these kinds of parts, by name; by default all."] = ()
     every: Annotated[_Seconds, "Seconds between the beginnings of faults; a fault that lasts ends first."] = 5.0
-    duration: Annotated[_Seconds, "Seconds that a freeze, a cut, a delay or an outage lasts."] = 10.0
+    duration: Annotated[_Seconds, "Seconds that a freeze, a cut, a delay or an outage lasts, a pause at most."] = 10.0
     seed: Annotated[int, "Seed of the plan and of the requests."] = 0
     cases: Annotated[_Count, "Different requests; each is first sent undisturbed, for its reference."] = 44
     min_tokens: Annotated[_Count, "Least length of an answer that nothing else ends."] = 100
@@ -99,6 +99,8 @@ class Campaign:
     """Whether the parts are taken one after the other instead of at random."""
     is_outage: bool = False
     """Whether all engines are lost at once."""
+    is_pause: bool = False
+    """Whether the whole mesh stops at once, for times of up to the duration."""
     streams_only: bool = False
 
     @property
@@ -146,6 +148,12 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         services=("engine",),
         processes=False,
         is_outage=True,
+    ),
+    "pause": Campaign(
+        "Every process of the mesh is stopped at once, for 1 to 8 s, as on a machine that is moved or starved.",
+        (Action.FREEZE,),
+        ChaosOptions(requests=1000, each=20, every=12.0, duration=8.0, cases=22, max_failed=0),
+        is_pause=True,
     ),
     "rolling": Campaign(
         "SIGTERM to every part, one after the other.",

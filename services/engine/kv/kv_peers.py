@@ -292,7 +292,7 @@ async def _call(call: Callable[[], Awaitable[T]], tries: int = 2) -> T:
         return await call()
     except grpc.aio.AioRpcError as error:
         # gRPC's own retries are off in the mesh, and a lease must not be lost to a single broken connection.
-        if tries > 1 and error.code() is grpc.StatusCode.UNAVAILABLE:
+        if tries > 1 and wire_errors.code_of(error) is grpc.StatusCode.UNAVAILABLE:
             return await _call(call, tries - 1)
         raise read_failure(error) from None
 

@@ -122,7 +122,8 @@ class EngineCalls:
                 except grpc.aio.AioRpcError as failure:
                     # A coordinator that is restarted, or whose standby takes over, is asked again: the state may have
                     # been set or not, and setting it twice does no harm.
-                    if failure.code() != grpc.StatusCode.UNAVAILABLE or loop.time() + _AGAIN_SECONDS > ends_at:
+                    is_away = wire_errors.code_of(failure) is grpc.StatusCode.UNAVAILABLE
+                    if not is_away or loop.time() + _AGAIN_SECONDS > ends_at:
                         raise wire_errors.from_rpc(failure) from None
                 await asyncio.sleep(_AGAIN_SECONDS)
 

@@ -105,7 +105,7 @@ class TextClient:
                     except grpc.aio.AioRpcError as failure:
                         if failure.code() == grpc.StatusCode.UNIMPLEMENTED:  # of an older release: another may know it
                             continue
-                        if failure.code() not in _LOST:
+                        if wire_errors.code_of(failure) not in _LOST:
                             raise wire_errors.from_rpc(failure) from failure
                     except asyncio.CancelledError:
                         if is_cancelled():

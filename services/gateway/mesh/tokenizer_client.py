@@ -370,7 +370,7 @@ class CallRetries:
             if self._num_wrong == MAX_WRONG:
                 raise errors.Internal("Tokenizers gave invalid answers again and again.")
             return
-        if failure.code() not in _LOST:
+        if wire_errors.code_of(failure) not in _LOST:
             raise wire_errors.from_rpc(failure) from failure
         self._num_lost += (was_lost := wire_errors.was_cut(failure))
         # On a busy machine, or over a link that loses packets, pings are late although the process lives.

@@ -52,3 +52,17 @@ def test_the_time_until_a_retry_is_at_most_a_day(delay: Duration, seconds: float
     for error in (by_rpc, in_stream):
         assert error.retry_after == seconds
         assert wire_errors.to_proto(error).retry_after.ToNanoseconds() == seconds * 1e9
+
+
+@pytest.mark.parametrize(
+    ("details", "expected", "is_cut"),
+    [("Internal error from Core", errors.Unavailable, True), ("Exception deserializing", errors.Internal, False)],
+)
+def test_a_call_that_grpc_could_not_finish_counts_as_cut(
+    details: str, expected: type[errors.TokenloomError], is_cut: bool
+) -> None:
+    """On a machine that stood still for seconds, pings were late, and a client was told of a fault of ours."""
+    none = grpc.aio.Metadata()
+    failed = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, details)
+    assert type(wire_errors.from_rpc(failed)) is expected
+    assert wire_errors.was_cut(failed) is is_cut

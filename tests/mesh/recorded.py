@@ -19,6 +19,8 @@ OPTIONS = {name: ENGINE[name] for name in ("num_threads", "max_model_len", "num_
 """Of the engine that replays: what decides no token."""
 FEW_BLOCKS = 20
 """Of engines that decode: enough for two of the longest requests."""
+_WAIT_SECONDS = 300.0
+"""For an answer: the crowd waits for blocks, two requests at a time, and other work may have the processors."""
 
 
 @asynccontextmanager
@@ -33,7 +35,7 @@ async def recording(
         decode={"num_kv_blocks": FEW_BLOCKS},
         output_processor={"request_record_dir": folder},
     )
-    async with mesh.running(), mesh.http() as http:
+    async with mesh.running(), mesh.http(timeout=_WAIT_SECONDS) as http:
         yield mesh, http
 
 

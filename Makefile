@@ -229,6 +229,7 @@ simulate: install ## run 10,000 seeds of the simulated mesh, with faults of ever
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2 --chats --liars
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2 --chats --movers
+	$(BIN)/python -m tests.simulation --seeds 1000 --jobs 2 --stutters
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 	$(BIN)/python -m tests.simulation.waves --schedules 20000
 

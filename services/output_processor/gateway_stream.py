@@ -155,14 +155,15 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
 
     def _resume(self, resume: Resume) -> None:
         try:
-            group = self._requests.kept.find(resume)
+            group = self._requests.kept.find(resume) or self._requests.restart(resume)
             if group is None and resume.from_copy:
                 group = self._requests.revive(resume)
             if group is None:
                 raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
             self._attach(group, resume.slot, resume.positions)
         except Exception as error:  # a fault of one request never ends the stream of all
-            self._refuse(resume.slot, error)
+            is_copied = self._requests.kept.copies.any_of(resume.request_id, resume.tenant) is not None
+            self._refuse(resume.slot, error, is_copied=is_copied and isinstance(error, errors.RequestLost))
 
     def _attach(self, group: SampleGroup, slot: int, positions: Iterable[SamplePosition] = ()) -> None:
         """Send a request's output from the positions on."""
@@ -183,9 +184,9 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         if self._live.pop(slot, None) is not None:
             self._refuse(slot, errors.Aborted("The answer continues in another call, which has resumed it."))
 
-    def _refuse(self, slot: int, error: BaseException) -> None:
-        reason = FinishReason.FINISH_REASON_ERROR
-        self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=wire_errors.to_proto(error)))
+    def _refuse(self, slot: int, error: BaseException, *, is_copied: bool = False) -> None:
+        reason, proto = FinishReason.FINISH_REASON_ERROR, wire_errors.to_proto(error)
+        self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=proto, is_copied=is_copied))
 
     def _next_frame(self) -> ProcessFrame | None:
         if self._leaving and not self._has_left:  # like a heartbeat, it needs no credit

@@ -194,12 +194,14 @@ class _Servicer(OutputProcessorServicer):
 
     async def Recall(self, request: RecallRequest, context: Any) -> RecallResponse:
         kept = self._requests.kept
-        if (group := kept.known(request.request_id, request.tenant)) is not None:
+        if (group := kept.any_of(request.request_id, request.tenant)) is not None:
             return group.recall(with_prompt=request.wants_prompt)
-        copy = kept.copies.find(request.request_id, request.tenant) if request.from_copy else None
+        copy = kept.copies.any_of(request.request_id, request.tenant) if request.from_copy else None
         if copy is None:
             raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
-        return recalled(copy.submit, with_prompt=request.wants_prompt)
+        response = recalled(copy.submit, with_prompt=request.wants_prompt)
+        response.is_attended = copy.lost_by is None
+        return response
 
 
 async def _drain(streams: GatewayStreams, requests: Requests, mode: Drain) -> None:

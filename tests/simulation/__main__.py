@@ -81,6 +81,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--movers", action="store_true", help="let clients repeat their requests at other gateways")
     parser.add_argument("--migrations", action="store_true", help="move running requests from engine to engine")
     parser.add_argument("--together", action="store_true", help="kill parts of several kinds in the same instant")
+    parser.add_argument("--stutters", action="store_true", help="stop and continue every part again and again")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -101,6 +102,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 has_movers=arguments.movers,
                 has_migrations=arguments.migrations,
                 has_losses_together=arguments.together,
+                has_stutters=arguments.stutters,
             )
         if result.violations:
             _show(result)
@@ -124,6 +126,7 @@ def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Re
         has_movers=arguments.movers,
         has_migrations=arguments.migrations,
         has_losses_together=arguments.together,
+        has_stutters=arguments.stutters,
     )
     if jobs == 1:
         yield from map(run, seeds)

@@ -21,7 +21,8 @@ async def inject(mesh: Mesh, fault: Fault, happened: list[Fault]) -> None:
     or that would take the last part of its kind, does not happen."""
     await asyncio.sleep(fault.at)
     part = mesh.parts[fault.target]
-    if part.is_faulty or (mesh.plan.spares and fault.kind in _OF_PARTS and _is_last(mesh, part)):
+    spares = mesh.plan.spares and not mesh.plan.stutters
+    if part.is_faulty or (spares and fault.kind in _OF_PARTS and _is_last(mesh, part)):
         return
     happened.append(fault)
     if fault.kind not in _OF_PARTS:

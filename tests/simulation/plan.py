@@ -107,6 +107,7 @@ class Plan:
         migrates: An operator moves running requests from engine to engine all the time, as engines do that drain.
         rebalances: So does the coordinator, away from engines that are hot or short of blocks.
         copies_journals: Gateways keep a copy of each request at a second output processor.
+        stutters: All parts may be stopped at the same time.
     """
 
     seed: int
@@ -127,6 +128,7 @@ class Plan:
     migrates: bool = False
     rebalances: bool = False
     copies_journals: bool = False
+    stutters: bool = False
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -168,6 +170,8 @@ ROLES = (
 )
 SECONDS = 2.5
 """Requests and faults begin within so many seconds."""
+_STUTTER_SECONDS = 12.0
+"""For so long all parts are stopped and continued, where they are."""
 LINK_FAULTS = ("cut", "one_way_cut", "reset")
 CORE_FAULTS = ("core_crash", "hang")
 _PROMPT_IDS = range(2, 400)
@@ -348,6 +352,55 @@ def with_losses_together(plan: Plan) -> Plan:
     first = random.uniform(0.1, SECONDS)
     faults = [*losses(first), *losses(first + random.uniform(2.0, 3.0))]
     return replace(mesh, asks=list(map(resumed, plan.asks)), faults=faults, calls=[])
+
+
+def with_stutters(plan: Plan) -> Plan:
+    """Return the plan with clients that resume and whose connections end once, while every part is stopped and
+    continued by itself, again and again, as on a machine with far too few processors. In half of the runs requests have
+    copies, and a gateway, an output processor or the coordinator is killed in between; nothing else goes wrong."""
+    random = Random(f"stutters {plan.seed}")
+    is_killed = random.random() < 0.5
+    mesh = replace(
+        plan,
+        num_gateways=2,
+        num_tokenizers=2,
+        step_seconds=random.choice((0.05, 0.2)),  # most answers run through several stops
+        copies_journals=is_killed,
+        stutters=True,
+        spares=True,
+        calls=[],
+    )
+
+    def patient(ask: Ask) -> Ask:
+        tokens, hashed = with_rows(ask.prompt, ask.files)
+        max_tokens = min(random.randrange(20, 60), _LONGEST - len(tokens))
+        stop = _draw_stop(random, tokens, max_tokens, plan.state_chunk, hashed=hashed) if ask.stop else ()
+        wanted = expected(tokens, max_tokens, stop, plan.state_chunk, hashed=hashed)
+        longer = replace(ask, max_tokens=max_tokens, stop=stop, expected=wanted, gateway=random.randrange(2))
+        at, cut_after = random.uniform(0.0, _STUTTER_SECONDS), random.choice((None, random.uniform(0.1, 4.0)))
+        return replace(
+            longer,
+            at=at,
+            cut_after=cut_after,
+            resumes=True,
+            patience=None,
+            cancel_after=None,
+            away=Ask.away,
+            timeout=90.0,
+        )
+
+    faults: list[Fault] = []
+    victim = random.choice((*mesh.gateways, *mesh.output_processors, *mesh.coordinators)) if is_killed else ""
+    for name in (*mesh.gateways, *mesh.output_processors, *mesh.engines, *mesh.coordinators, *mesh.tokenizers):
+        at, killed_at = random.uniform(0.0, 1.0), random.uniform(0.3, 0.7) * _STUTTER_SECONDS
+        while at < _STUTTER_SECONDS:
+            is_crash = name == victim and at >= killed_at
+            victim = "" if is_crash else victim
+            lasts = random.uniform(0.1, 1.0) if is_crash else random.uniform(1.0, 6.0)
+            faults.append(Fault("crash" if is_crash else "freeze", at, lasts, name))
+            at += lasts + random.uniform(0.2, 1.0)
+    asks = sorted(map(patient, 3 * plan.asks), key=lambda ask: ask.at)
+    return replace(mesh, asks=asks, faults=sorted(faults, key=lambda fault: fault.at))
 
 
 def with_lying_owner(plan: Plan) -> Plan:

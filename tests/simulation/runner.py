@@ -37,6 +37,7 @@ from .plan import (
     with_movers,
     with_standby,
     with_states,
+    with_stutters,
 )
 from .virtual_loop import VirtualLoop
 
@@ -88,13 +89,15 @@ def run_seed(
     has_movers: bool = False,
     has_migrations: bool = False,
     has_losses_together: bool = False,
+    has_stutters: bool = False,
 ) -> Result:
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
     ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render. ``has_states``:
     with a model that keeps a state. ``has_images``: with images, which encoders turn into rows.
     ``has_liars``: with parts that send invalid messages. ``has_movers``: with clients that leave slow gateways.
     ``has_migrations``: with requests that go on at other engines while they run. ``has_losses_together``: with parts of
-    several kinds that are killed in the same instant, and nothing else."""
+    several kinds that are killed in the same instant, and nothing else. ``has_stutters``: with parts that are all
+    stopped and continued again and again."""
     plan = make_plan(seed, kinds)
     plan = with_states(plan) if has_states else plan
     plan = with_migrations(plan) if has_migrations else plan
@@ -104,6 +107,7 @@ def run_seed(
     plan = with_liars(plan) if has_liars else plan
     plan = with_movers(plan) if has_movers else plan
     plan = with_losses_together(plan) if has_losses_together else plan
+    plan = with_stutters(plan) if has_stutters else plan
     return run_plan(with_standby(plan) if has_standby else plan)
 
 

@@ -26,6 +26,8 @@ IMAGE_SEEDS = 12
 MIGRATION_SEEDS = 16
 TOGETHER_SEEDS = (*range(24), 7079)
 """7079: a request is lost with its output processor a second time, before its first token."""
+STUTTER_SEEDS = (0, 21)
+"""21: requests wait at gateways, one of which is killed, while calls seek them."""
 LIAR_SEEDS = 24
 MOVER_SEEDS = 8
 OWNER_SEEDS = 16
@@ -118,6 +120,12 @@ def test_blocks_that_are_read_too_early_are_found() -> None:
 def test_parts_that_are_lost_together_cost_no_answer(seed: int) -> None:
     """A gateway and an output processor die in the same instant, or a whole host: the clients resume from copies."""
     assert not run_seed(seed, has_losses_together=True, has_states=seed % 4 == 0).violations
+
+
+@pytest.mark.parametrize("seed", STUTTER_SEEDS)
+def test_parts_that_are_stopped_again_and_again_cost_no_answer(seed: int) -> None:
+    """Links break in any combination, and clients seek their requests while the gateways that have them are stopped."""
+    assert not run_seed(seed, has_stutters=True).violations
 
 
 @pytest.mark.parametrize(("first", "second"), list(combinations(REDRAWN, 2)))

@@ -24,7 +24,7 @@ from ..clients.record import Record
 from ..clients.upload_clients import BatchClient, TranscriptClient
 from ..faults.fault import SHARED, Fault, Injection, Kind
 from ..faults.injector import Injector
-from ..faults.outage import engines_lost, host_paused
+from ..faults.outage import VICTIMS, engines_lost, host_paused, host_stutters
 from ..faults.plan import in_order, make_plan, take_possible
 from .attribution import is_failed
 from .layouts import Layout, Media, Target, media_of
@@ -44,6 +44,7 @@ _LEAST_REFERENCE_RATE = 4.0
 _SHORT_SECONDS = 4.0
 """Time limit of some requests during an outage, which lasts longer."""
 _LEAST_PAUSE_SECONDS = 1.0
+_LEAST_STUTTER_SECONDS = 10.0
 
 _OF_MEDIA: Mapping[Media, tuple[Sequence[tuple[str, MakeCase]], Callable[[random.Random, int], list[Case]]]] = {
     Media.NONE: ((), lambda rng, length: []),
@@ -125,8 +126,9 @@ class LayoutRun:
         kinds = [kind for kind, _ in shares]
         if campaign.is_outage:
             return [Fault(campaign.actions[0], kinds[0], options.duration, 0.0)] * options.each
-        if campaign.is_pause:
-            seconds = (self._rng.uniform(_LEAST_PAUSE_SECONDS, options.duration) for _ in range(options.each))
+        if campaign.is_pause or campaign.is_stutter:
+            least = min(_LEAST_PAUSE_SECONDS if campaign.is_pause else _LEAST_STUTTER_SECONDS, options.duration)
+            seconds = (self._rng.uniform(least, options.duration) for _ in range(options.each))
             return [Fault(campaign.actions[0], kinds[0], each, 0.0) for each in seconds]
         if campaign.in_order:
             members = [1 if kind.may_be_last else options.parts for kind in kinds]
@@ -201,6 +203,10 @@ class LayoutRun:
             elif self._campaign.is_pause:
                 injection = await host_paused(target.mesh, fault, injector.now, self._rng)
                 injector.injections.append(injection)
+            elif self._campaign.is_stutter:
+                victim = VICTIMS[(self._planned - len(self._plan) - 1) % len(VICTIMS)]
+                injection = await host_stutters(target.mesh, fault, injector, self._rng, victim)
+                injector.injections.append(injection)
             else:
                 injection = await injector.inject(fault)
             self._note(f"{injection.began:7.1f} s  {_name(injection)}: {injection.effect or 'no effect was seen'}")
@@ -214,8 +220,7 @@ class LayoutRun:
         deadline = loop.time() + _IMPATIENT_SECONDS
         while loop.time() < deadline:
             first = 1 if self._campaign.in_order else len(self._plan)
-            is_of_all = self._campaign.is_outage or self._campaign.is_pause
-            possible = [is_of_all or injector.is_possible(fault) for fault in self._plan[:first]]
+            possible = [self._campaign.is_of_all or injector.is_possible(fault) for fault in self._plan[:first]]
             if (fault := take_possible(self._plan, possible)) is not None:
                 return fault
             await asyncio.sleep(_WAIT_SECONDS)

@@ -101,7 +101,14 @@ class Campaign:
     """Whether all engines are lost at once."""
     is_pause: bool = False
     """Whether the whole mesh stops at once, for times of up to the duration."""
+    is_stutter: bool = False
+    """Whether every process of the mesh is stopped and continued by itself, for times of up to the duration."""
     streams_only: bool = False
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether a fault is of many parts at once, so that it is always possible."""
+        return self.is_outage or self.is_pause or self.is_stutter
 
     @property
     def is_of_links(self) -> bool:
@@ -154,6 +161,13 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         (Action.FREEZE,),
         ChaosOptions(requests=1000, each=20, every=12.0, duration=8.0, cases=22, max_failed=0),
         is_pause=True,
+    ),
+    "stutter": Campaign(
+        "Every process of the mesh is stopped and continued at random by itself, for 10 to 20 s; in between a gateway, "
+        "an output processor or the coordinator is killed, in turns.",
+        (Action.FREEZE,),
+        ChaosOptions(requests=1000, each=16, every=25.0, duration=20.0, cases=22, max_failed=0),
+        is_stutter=True,
     ),
     "rolling": Campaign(
         "SIGTERM to every part, one after the other.",

@@ -1,4 +1,5 @@
-"""Takes all engines of a mesh away at once, or the whole mesh, and lets them come back later."""
+"""Takes all engines of a mesh away at once, or the whole mesh, and lets them come back later; or stops and continues
+each of its processes by itself."""
 
 import asyncio
 import os
@@ -8,12 +9,19 @@ import signal
 from tokenloom.supervisor.mesh import Mesh
 
 from . import processes
-from .fault import Fault, Injection
-from .injector import RETURN_SECONDS
+from .fault import Action, Fault, Injection, Kind
+from .injector import RETURN_SECONDS, Injector
 
 _POLL_SECONDS = 0.01
 _APART_SECONDS = 0.5
 """Within this time the processes of a host that was paused run again, one after the other."""
+_STOP_SECONDS = (1.0, 6.0)
+_RUN_SECONDS = (0.2, 1.0)
+"""Least and most seconds for which a process that stutters is stopped, and runs."""
+_LOOK_SECONDS = 0.25
+"""How often the processes are looked for that began meanwhile."""
+VICTIMS = (None, *(Kind(name, name) for name in ("gateway", "output_processor", "coordinator")))
+"""What is killed while the processes stutter, in turns; None: nothing."""
 _SERVICES = "tokenloom.services."
 _MODULE = _SERVICES + "engine"
 
@@ -74,6 +82,53 @@ async def host_paused(mesh: Mesh, fault: Fault, now: float, rng: random.Random) 
     if await processes.until(lambda: all(part.serving.is_set() for part in mesh.parts), RETURN_SECONDS):
         injection.served_again = loop.time() - began
     return injection
+
+
+async def host_stutters(
+    mesh: Mesh, fault: Fault, injector: Injector, rng: random.Random, victim: Kind | None
+) -> Injection:
+    """Stop and continue each process of the mesh by itself, at random, as on a machine with far too few processors:
+    every part sees others silent, and links break in any combination, some of them several times.
+
+    Return once every part serves. ``victim``: a part of this kind is killed in the middle, if one may be; None: none.
+    """
+    loop = asyncio.get_running_loop()
+    began, injection = loop.time(), Injection(fault, "all parts", 0, injector.now)
+    ends = began + fault.seconds
+    counts: dict[int, int] = {}
+    async with asyncio.TaskGroup() as group:
+        while loop.time() < ends:
+            for pid in set(_mesh_processes()) - set(counts):
+                counts[pid] = 0
+                group.create_task(_stutter(pid, ends, rng, counts))
+            if victim is not None and loop.time() > began + fault.seconds / 2:
+                kill = Fault(Action.KILL, victim, 0.0, rng.random())
+                if injector.is_possible(kill):
+                    await injector.inject(kill)
+                    victim = None
+            await asyncio.sleep(_LOOK_SECONDS)
+    injection.ended = injector.now
+    if counts and sum(map(bool, counts.values())) > len(counts) / 2:
+        times = sum(counts.values())
+        injection.effect = f"{len(counts)} processes were stopped {times} times within {fault.seconds:.1f} s"
+    if await processes.until(lambda: all(part.serving.is_set() for part in mesh.parts), RETURN_SECONDS):
+        injection.served_again = loop.time() - began
+    return injection
+
+
+async def _stutter(pid: int, ends: float, rng: random.Random, counts: dict[int, int]) -> None:
+    """Stop and continue a process until ``ends``, and count in ``counts`` how often it was seen stopped."""
+    loop = asyncio.get_running_loop()
+    try:
+        while (left := ends - loop.time()) > 0:
+            await asyncio.sleep(min(rng.uniform(*_RUN_SECONDS), left))
+            if not processes.send_signal(pid, signal.SIGSTOP):
+                return
+            await asyncio.sleep(min(rng.uniform(*_STOP_SECONDS), max(ends - loop.time(), 0.0)))
+            counts[pid] += processes.state(pid) == "T"
+            processes.send_signal(pid, signal.SIGCONT)
+    finally:
+        processes.send_signal(pid, signal.SIGCONT)
 
 
 def _mesh_processes() -> list[int]:

@@ -293,7 +293,7 @@ class SampleWeights(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., sample_index: _Optional[int] = ..., weights: _Optional[_Iterable[bytes]] = ..., numerics: _Optional[str] = ..., mixed_numerics: _Optional[bool] = ...) -> None: ...
 
 class RequestFinished(_message.Message):
-    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index", "routed_experts", "kv", "weights_version", "numerics")
+    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index", "routed_experts", "kv", "weights_version", "numerics", "is_copied")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +308,7 @@ class RequestFinished(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    IS_COPIED_FIELD_NUMBER: _ClassVar[int]
     slot: int
     reason: _types_pb2.FinishReason
     stop_reason: str
@@ -322,7 +323,8 @@ class RequestFinished(_message.Message):
     kv: _engine_pb2.KVSource
     weights_version: str
     numerics: str
-    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., kv: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ..., weights_version: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
+    is_copied: bool
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ..., kv: _Optional[_Union[_engine_pb2.KVSource, _Mapping]] = ..., weights_version: _Optional[str] = ..., numerics: _Optional[str] = ..., is_copied: _Optional[bool] = ...) -> None: ...
 
 class SlotTextLogprobs(_message.Message):
     __slots__ = ("slot", "prompt", "token_index", "logprobs", "sampled_text", "token_text", "sample_index", "first_text")

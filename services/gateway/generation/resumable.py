@@ -45,6 +45,11 @@ class Resumable(Protocol):
 
 R = TypeVar("R", bound=Resumable)
 
+_LATE_SECONDS = 0.5
+"""A timer that is so late says that this process was stopped or starved."""
+_AGAIN_SECONDS = 5.0
+"""How long an unattended request goes on after such a timer."""
+
 
 class UnattendedMetrics:
     """Counts the requests whose client's connection has ended."""
@@ -162,15 +167,15 @@ class ResumableRequests:
         assert held is not None
         outcome = "cancelled"
         try:
-            async with asyncio.timeout(self._seconds):
-                while not request.done:
-                    # Over HTTP a lost connection and a cancelled call look alike. So a request that its client can
-                    # resume goes on for 15 s without one: a Wi-Fi change or a restarted proxy takes seconds, and 60 s
-                    # would let each impatient client cost four times as much.
-                    await request.take()
-            outcome = "ended"
-        except TimeoutError:
-            outcome = "expired"
+            # Over HTTP a lost connection and a cancelled call look alike. So a request that its client can resume goes
+            # on for 15 s without one: a Wi-Fi change or a restarted proxy takes seconds, and 60 s would let each
+            # impatient client cost four times as much.
+            while not await self._drain(request):
+                if not self._is_sought(entry):
+                    outcome = "expired"
+                    break
+            else:
+                outcome = "ended"
         except Exception as error:  # a bug of one request must not end the gateway
             outcome = _outcome(wire_errors.of_exception(error))
         finally:
@@ -179,6 +184,27 @@ class ResumableRequests:
             held.close()
             self._metrics.live.dec()
             self._metrics.ended.labels(outcome).inc()
+
+    async def _drain(self, request: Resumable) -> bool:
+        """Discard output until the end; return False if it has not come in time. The time for which this process was
+        stopped does not count: the call that resumes the request may wait in a socket."""
+        loop, seconds = asyncio.get_running_loop(), self._seconds
+        while True:
+            due = loop.time() + seconds
+            try:
+                async with asyncio.timeout_at(due):
+                    while not request.done:
+                        await request.take()
+                return True
+            except TimeoutError:
+                if loop.time() - due <= _LATE_SECONDS:
+                    return False
+                seconds = min(self._seconds, _AGAIN_SECONDS)
+
+    def _is_sought(self, entry: _Entry) -> bool:
+        """Return whether a later call of this gateway waits for the request: no output processor may have it now."""
+        later = self._by_id.get(entry.request.request_id)
+        return later is not None and later is not entry and bool(self._seconds)
 
 
 def _outcome(error: errors.TokenloomError) -> str:

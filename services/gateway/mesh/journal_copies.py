@@ -55,6 +55,7 @@ class JournalCopies:
         self._fall_backs = fall_backs
         self._model = model
         self._copies: dict[PendingRequest, _Copy | None] = {}  # bounded by the requests that the gateway admits
+        self._of_ids: dict[str, list[PendingRequest]] = {}  # the same, the latest call of each id last
         self._has_any = asyncio.Event()
         self._last_number = 0
         self._turn = 0
@@ -63,6 +64,7 @@ class JournalCopies:
         """Keep a copy of a request from when it runs to :meth:`end`, if a call may resume it."""
         if request.can_be_copied:
             self._copies[request] = None
+            self._of_ids.setdefault(request.request_id, []).append(request)
             self._has_any.set()
 
     def begin(self, request: PendingRequest, runner: ProcessStream) -> None:
@@ -74,6 +76,10 @@ class JournalCopies:
     def end(self, request: PendingRequest) -> None:
         """Let the copy of a request be forgotten, because its call has ended."""
         copy = self._copies.pop(request, None)
+        if request in (same := self._of_ids.get(request.request_id, [])):
+            same.remove(request)
+            if not same:
+                del self._of_ids[request.request_id]
         if copy is not None and not copy.holder.has_ended:
             copy.holder.copies().ended.append(copy.number)
         if not self._copies:
@@ -106,12 +112,19 @@ class JournalCopies:
         """Bring the copy of a request up to date. Return False if no output processor can keep one."""
         copy, runner = self._copies[request], request.runner
         if copy is None or copy.holder.has_ended or copy.holder.leaving or copy.holder is runner:
-            if not isinstance(runner, ProcessStream) or runner.has_ended or request.is_sought:
-                return True  # while it waits, or is sought, what runs it is not known
+            if not isinstance(runner, ProcessStream) or request.is_sought or self._is_later_copied(request):
+                return True  # it has not begun; or it is sought, and what runs it is not known
+            # Also while it waits to be sent again: until then this gateway alone has it.
             return self._place(request, runner)
         if copy.holder not in behind:
             self._send_news(request, copy)
         return True
+
+    def _is_later_copied(self, request: PendingRequest) -> bool:
+        """Return whether a later call of the same request has a copy: an output processor keeps one of each id, and
+        would forget the later call's with the end of the earlier one."""
+        same = self._of_ids[request.request_id]
+        return len(same) > 1 and any(self._copies[each] is not None for each in same[same.index(request) + 1 :])
 
     def _place(self, request: PendingRequest, runner: ProcessStream) -> bool:
         """Send a copy of a request. Return False if there is no output processor for it."""
@@ -136,6 +149,10 @@ class JournalCopies:
                 num_sent[journal.sample_index] = len(journal.token_ids)
         holder.copies(request.num_bytes + journal_bytes(submit.journals)).begun.append(submit)
         self._copies[request] = _Copy(holder, self._last_number, request, num_sent)
+        for earlier in self._of_ids[request.request_id]:
+            if earlier is request:
+                break
+            self._copies[earlier] = None  # this one has taken its place
         return True
 
     def _choose(self, runner: ProcessStream) -> ProcessStream | None:

@@ -253,15 +253,23 @@ class OutputPool:
     def on_open(self) -> None:
         """Send the requests that wait."""
         self._wake.set()
+        for held, timer in list(self._held.items()):
+            if self._is_back(held):
+                timer.cancel()
+                self._ask_again(held)
         self._forget_withdrawn(MAX_WITHDRAWN)
         for request_id, tenant in self._withdrawn:
             self._withdraw_at_all(request_id, tenant)
         for request in list(self._sought):
             self._seek(request)
 
-    def on_unknown(self, stream: ProcessStream, request: PendingRequest) -> None:
+    def on_unknown(self, stream: ProcessStream, request: PendingRequest, *, is_copied: bool = False) -> None:
         """Ask the next output processor for a request that is to be resumed."""
         request.unknown_to.append(stream)
+        if is_copied:
+            # Another gateway has it, and may be starved for longer than a search lasts. Until its stream ends, an
+            # output processor waits for it too.
+            request.sought_until = max(request.sought_until, asyncio.get_running_loop().time() + SEARCH_SECONDS)
         self._seek(request)
 
     def on_moved(self, stream: ProcessStream, request: PendingRequest, error: errors.TokenloomError) -> None:
@@ -294,14 +302,14 @@ class OutputPool:
         ended_alone = stream.incarnation if seems_ended else None
         connected = [each.stream.incarnation for each in self._links if each.stream is not None]
         loop = asyncio.get_running_loop()
-        cause = Cause.SILENT if stream.was_silent else Cause.GONE
+        cause, address = Cause.SILENT if stream.was_silent else Cause.GONE, stream.incarnation[0]
         for request in requests:
             if request.is_sought:
                 # A loss is found out after 2.6 s and more: the search would be over before it has asked the others.
                 request.sought_until = max(request.sought_until, loop.time() + SEARCH_SECONDS)
                 self._seek(request)
                 continue
-            request.lost(cause, ended_alone=ended_alone, connected=connected, was_wrong=stream.was_wrong)
+            request.lost(cause, address, ended_alone=ended_alone, connected=connected, was_wrong=stream.was_wrong)
             self._wait(request)
 
     def on_wrong(self, stream: ProcessStream, request: PendingRequest) -> None:
@@ -494,7 +502,7 @@ class OutputPool:
                 if stream is None and not self._able():
                     break
                 del self._waiting[request]
-                if stream is None or not request.debt.pay():
+                if stream is None or not (self._is_back(request) or request.debt.pay()):
                     self._hold(request)
                 else:
                     if request.withdraw is not None:  # otherwise it has only waited
@@ -503,6 +511,13 @@ class OutputPool:
                 num_placed += 1
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)
+
+    def _is_back(self, request: PendingRequest) -> bool:
+        """Return whether the output processor that was silent with a request is connected again: it ends what it still
+        computes of it, so that nothing is multiplied. Where a whole mesh had been starved twice in 12 s, requests
+        waited for the budget of retries one after the other, and the calls that sought them meanwhile got 404."""
+        address = request.silent_at
+        return bool(address) and any(link.address == address and link.stream is not None for link in self._links)
 
     async def _keep(self, link: OutputLink) -> None:
         try:

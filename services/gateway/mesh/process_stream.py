@@ -81,8 +81,9 @@ class StreamOwner(Protocol):
     def on_open(self) -> None:
         """Called when requests may be sent on a stream."""
 
-    def on_unknown(self, stream: "ProcessStream", request: PendingRequest) -> None:
-        """Called when an output processor does not have a request that is to be resumed; another one may."""
+    def on_unknown(self, stream: "ProcessStream", request: PendingRequest, *, is_copied: bool) -> None:
+        """Called when an output processor does not have a request that is to be resumed; another one may.
+        ``is_copied``: the gateway that has it lives."""
 
     def on_moved(self, stream: "ProcessStream", request: PendingRequest, error: errors.TokenloomError) -> None:
         """Called when the output processor does not run a request, or the rest of it; another one may."""
@@ -271,7 +272,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
             finished.error.CopyFrom(wire_errors.to_proto(error))
         if finished.error.reason == errors.RequestLost.reason and target.is_sought:
             del self.slots[finished.slot]
-            self._owner.on_unknown(self, target)
+            self._owner.on_unknown(self, target, is_copied=finished.is_copied)
             return
         try:
             if finished.sample_index >= target.num_samples:

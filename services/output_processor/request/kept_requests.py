@@ -3,7 +3,7 @@ those that other output processors run."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tokenloom.request import errors
@@ -17,8 +17,10 @@ Peer: TypeAlias = tuple[str, int]
 DRAIN_SECONDS = 5.0
 """Time that requests without a gateway have while the output processor drains: a client resumes within a second."""
 RETURNED_SECONDS = 5.0
-"""Time that a resumed request has when its gateway is back after a loss: the gateway may have had nothing of it yet,
-and asks for it again."""
+"""Time that a lost request, or a copy, has when its gateway is back: the gateway sends it again, or asks for it, but
+may be starved or killed before that. Ended at once, the request was unknown to all meanwhile."""
+_LATE_SECONDS = 0.5
+"""A timer that is so late says that this process was stopped or starved: it has not read what came meanwhile."""
 
 
 class RetainedRequest(Protocol):
@@ -56,10 +58,10 @@ R = TypeVar("R", bound=RetainedRequest)
 class KeptRequests(Generic[R]):
     """Finds the requests that can be resumed by their ids.
 
-    A request whose gateway was lost is cancelled after ``seconds``, or as soon as the same incarnation of the gateway
-    connects again, because it submits its requests itself; one that it had resumed, a few seconds later. A request that
-    has ended without an error is forgotten after ``seconds``, or when more recent ones fill ``max_bytes``. The limit of
-    live requests bounds those that run.
+    A request whose gateway was lost is cancelled after ``seconds``, or a few seconds after the same incarnation of the
+    gateway connects again, unless it is submitted again before that: the gateway has its requests, and may have sent
+    them to another output processor. A request that has ended without an error is forgotten after ``seconds``, or when
+    more recent ones fill ``max_bytes``. The limit of live requests bounds those that run.
 
     Attributes:
         copies: Those of requests that other output processors run.
@@ -75,6 +77,7 @@ class KeptRequests(Generic[R]):
         self._max_bytes = max_bytes
         self._bytes = AdmissionLimit(max_bytes)
         self._by_id: dict[str, R] = {}
+        self._others: dict[str, list[R]] = {}  # live ones of an id that another one is known by; the oldest first
         self._lost: dict[str, tuple[R, Peer, asyncio.TimerHandle]] = {}  # requests without a stream
         self._ended: dict[str, tuple[R, Reservation, float]] = {}  # with bytes and time to go; the oldest first
         self._purge_timer: asyncio.TimerHandle | None = None
@@ -87,15 +90,23 @@ class KeptRequests(Generic[R]):
 
     def add(self, request: R) -> None:
         """Make a request known. One of the same id that has ended, or has no gateway, is forgotten; one that has a
-        gateway and can be resumed stays known instead."""
+        gateway and can be resumed stays known instead, until it ends."""
         request_id = request.request_id
+        self.make_way(request_id)
+        known, other = self._by_id.get(request_id), None
+        if known is not None and known.can_repeat:
+            other = request
+        else:
+            self._by_id[request_id], other = request, known
+        if other is not None:
+            self._others.setdefault(request_id, []).append(other)
+
+    def make_way(self, request_id: str) -> None:
+        """End or forget the request of this id that has no stream, because its gateway submits it again."""
         if request_id in self._ended:
             self._forget(request_id)
         elif request_id in self._lost:
             self._lost[request_id][0].cancel()
-        known = self._by_id.get(request_id)
-        if known is None or not known.can_repeat:
-            self._by_id[request_id] = request
 
     def find(self, wanted: Resume | Submit) -> R | None:
         """Return the request that a gateway wants to continue, None if it is not known, or is another tenant's.
@@ -108,8 +119,21 @@ class KeptRequests(Generic[R]):
 
     def known(self, request_id: str, tenant: str) -> R | None:
         """Return a request that can be resumed; None if it is not known, or is another tenant's."""
+        request = self.any_of(request_id, tenant)
+        return None if request is None or not request.can_repeat else request
+
+    def any_of(self, request_id: str, tenant: str) -> R | None:
+        """Return a request whether or not its output can be sent again; None as of :meth:`known`."""
         request = self._by_id.get(request_id)
-        return None if request is None or request.tenant != tenant or not request.can_repeat else request
+        return None if request is None or request.tenant != tenant else request
+
+    def unrepeatable(self, wanted: Resume) -> R | None:
+        """Return a request that a gateway wants to continue but whose output cannot be sent again; None and errors as
+        of :meth:`find`."""
+        if (request := self.any_of(wanted.request_id, wanted.tenant)) is None or request.can_repeat:
+            return None
+        _check_same(wanted, request.fingerprint, request.num_samples)
+        return request
 
     def withdraw(self, request_id: str, tenant: str) -> None:
         """End a request that its client does not want any more, and forget it. Nothing happens if it is not known."""
@@ -123,17 +147,13 @@ class KeptRequests(Generic[R]):
             request.cancel()
 
     def connect(self, peer: Peer) -> None:
-        """Note a gateway's stream, and cancel requests that this incarnation lost: it submits them again, or asks for
-        them again within :data:`RETURNED_SECONDS` if it had resumed them."""
+        """Note a gateway's stream. Requests that this incarnation lost have :data:`RETURNED_SECONDS` from now on: it
+        submits them again, here or elsewhere, or asks for them if it had resumed them."""
         self._connected[peer] = self._connected.get(peer, 0) + 1
         for request, lost_by, timer in list(self._lost.values()):
-            if lost_by != peer:
-                continue
-            if request.is_resumed:
+            if lost_by == peer:
                 timer.cancel()
                 self._keep(request, peer, min(self._seconds, RETURNED_SECONDS))
-            else:
-                request.cancel()
 
     def disconnect(self, peer: Peer) -> None:
         """Note the end of a gateway's stream."""
@@ -144,11 +164,12 @@ class KeptRequests(Generic[R]):
     def lose(self, request: R, peer: Peer) -> bool:
         """Keep a request whose gateway was lost. Returns False if it cannot be resumed or need not be."""
         is_known = self._by_id.get(request.request_id) is request
-        # A gateway with another stream here is alive: it has ended this one itself, and still has what its requests
-        # need. It does not have that of one that it had resumed when nothing had arrived: cancelled here, the request
-        # was unknown to all when the gateway asked for it again, 404 for an answer that had run until then.
+        if not is_known or not self._seconds:
+            return False
+        # A gateway with another stream here is alive: it has ended this one itself, and may have sent the request on
+        # that one already, which then takes the place of this one.
         is_back = peer in self._connected
-        if not is_known or not request.can_repeat or (is_back and not request.is_resumed) or not self._seconds:
+        if is_back and any(each.can_repeat for each in self._others.get(request.request_id, ())):
             return False
         request.detach()
         self._keep(request, peer, min(self._seconds, RETURNED_SECONDS) if is_back else self._seconds)
@@ -163,11 +184,17 @@ class KeptRequests(Generic[R]):
         """Keep the output of a request that has ended as its client asked; forget any other one."""
         request_id = request.request_id
         if self._by_id.get(request_id) is not request:
+            self._leave_others(request)
             return
         self.attached(request)
         num_bytes = request.num_bytes
         if not request.is_complete or not self._seconds or (reservation := self._reserve(num_bytes)) is None:
             del self._by_id[request_id]
+            if others := self._others.get(request_id):
+                # Sent again on another stream of its gateway before the end of the first one was noticed. It ran, and
+                # nobody found it.
+                self._by_id[request_id] = others[-1]
+                self._leave_others(others[-1])
             return
         until = asyncio.get_running_loop().time() + self._seconds
         self._ended[request_id] = request, reservation, until
@@ -192,9 +219,25 @@ class KeptRequests(Generic[R]):
         self.copies.close()
         await self.tasks.close()
 
+    def _leave_others(self, request: R) -> None:
+        others = self._others.get(request.request_id, [])
+        if request in others:
+            others.remove(request)
+            if not others:
+                del self._others[request.request_id]
+
     def _keep(self, request: R, peer: Peer, seconds: float) -> None:
-        timer = asyncio.get_running_loop().call_later(seconds, request.cancel)
-        self._lost[request.request_id] = request, peer, timer
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds
+
+        def expire() -> None:
+            # What is read next may submit the request again, or ask for it: it waited while this process was stopped.
+            if loop.time() - due > _LATE_SECONDS:
+                self._keep(request, peer, min(self._seconds, RETURNED_SECONDS))
+            else:
+                request.cancel()
+
+        self._lost[request.request_id] = request, peer, loop.call_at(due, expire)
 
     def _purge(self) -> None:
         """Forget the requests whose time is over, and wait for the next one."""
@@ -246,10 +289,10 @@ class CopiedRequest:
         numbers: The copies of that stream by their numbers.
         num_bytes: Bytes of memory that it takes, about.
         lost_by: The gateway whose stream has ended; None: it lives, and has the request.
-        lost_at: When the stream ended, in seconds of the event loop's clock.
+        expires_at: When it is forgotten then, in seconds of the event loop's clock.
     """
 
-    __slots__ = ("_until", "lost_at", "lost_by", "num_bytes", "number", "numbers", "submit")
+    __slots__ = ("_until", "expires_at", "lost_by", "num_bytes", "number", "numbers", "submit")
 
     def __init__(self, submit: Submit, numbers: "dict[int, CopiedRequest]", now: float) -> None:
         """``submit``: with the number as its slot. ``now``: in seconds, when its timeout begins."""
@@ -258,7 +301,7 @@ class CopiedRequest:
         self.numbers = numbers
         self.num_bytes = _COPY_BYTES + submit.ByteSize()
         self.lost_by: Peer | None = None
-        self.lost_at = 0.0
+        self.expires_at = 0.0
         self._until = now + submit.timeout.ToNanoseconds() / 1e9 if submit.HasField("timeout") else None
 
     def add(self, news: Iterable[SampleJournal]) -> int:
@@ -296,7 +339,8 @@ class CopiedRequests:
     """Keeps copies of requests that other output processors run (``JournalCopies``), within ``max_bytes``.
 
     While the stream of its gateway lives, a copy is kept and not used: the gateway has the request, and places it again
-    if the output processor that runs it is lost. After the end of the stream a copy is kept for ``seconds``.
+    if the output processor that runs it is lost. After the end of the stream a copy is kept for ``seconds``, and for a
+    few more once the gateway is back: it may be starved or killed before it has sent another one.
 
     Attributes:
         num_copies: How many are kept.
@@ -313,7 +357,7 @@ class CopiedRequests:
         self._of_tenants: dict[str, dict[str, CopiedRequest]] = {}  # by id, the newest last; bounded by the bytes
         self._tenant_bytes: Counter[str] = Counter()
         self._numbers: dict[object, dict[int, CopiedRequest]] = {}  # by stream
-        self._timers: dict[float, asyncio.TimerHandle] = {}  # by the times at which streams ended, within the seconds
+        self._timers: dict[float, asyncio.TimerHandle] = {}  # by the times at which copies expire, within the seconds
 
     def receive(self, stream: object, copies: JournalCopies) -> None:
         """Take what a gateway sends on a stream."""
@@ -334,9 +378,14 @@ class CopiedRequests:
                 self._forget(copy)
         self._make_room()  # last: what ends makes room for what begins with it
 
+    def any_of(self, request_id: str, tenant: str) -> CopiedRequest | None:
+        """Return the copy of a request; None: there is none. Its gateway may live, and is about to send the request
+        again if nothing runs it."""
+        return self._of_tenants.get(tenant, {}).get(request_id)
+
     def find(self, request_id: str, tenant: str) -> CopiedRequest | None:
         """Return a copy whose gateway is lost; None: there is none."""
-        copy = self._of_tenants.get(tenant, {}).get(request_id)
+        copy = self.any_of(request_id, tenant)
         return None if copy is None or copy.lost_by is None else copy
 
     def take(self, wanted: Resume) -> Submit | None:
@@ -351,25 +400,20 @@ class CopiedRequests:
 
     def withdraw(self, request_id: str, tenant: str) -> None:
         """Forget the copy of a request. Nothing happens if there is none."""
-        if (copy := self._of_tenants.get(tenant, {}).get(request_id)) is not None:
+        if (copy := self.any_of(request_id, tenant)) is not None:
             self._forget(copy)
 
     def connect(self, peer: Peer) -> None:
-        """Forget the copies of a gateway that is back: it sends those of the requests that it still has."""
-        for copy in self._all():
-            if copy.lost_by == peer:
-                self._forget(copy)
+        """Keep the copies of a gateway that is back for :data:`RETURNED_SECONDS`: it sends those of the requests that
+        it still has."""
+        self._expire_after(min(self._seconds, RETURNED_SECONDS), [copy for copy in self._all() if copy.lost_by == peer])
 
     def lose(self, stream: object, peer: Peer) -> None:
         """Note that the stream of a gateway has ended. Its copies may be used from now on, for a while."""
-        if not (copies := self._numbers.pop(stream, None)):
-            return
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for copy in copies.values():
-            copy.lost_by, copy.lost_at = peer, now
-        if now not in self._timers:
-            self._timers[now] = loop.call_later(self._seconds, self._expire, now)
+        copies = list(self._numbers.pop(stream, {}).values())
+        for copy in copies:
+            copy.lost_by = peer
+        self._expire_after(self._seconds, copies)
 
     def close(self) -> None:
         """Forget all copies."""
@@ -378,13 +422,26 @@ class CopiedRequests:
         for copy in self._all():
             self._forget(copy)
 
-    def _expire(self, lost_at: float) -> None:
-        """Forget the copies of streams that ended at this time, and have not been used."""
-        del self._timers[lost_at]
-        for copy in self._all():
-            if copy.lost_by is not None and copy.lost_at <= lost_at:
-                self._forget(copy)
-                self.count("expired")
+    def _expire_after(self, seconds: float, copies: Sequence[CopiedRequest]) -> None:
+        if not copies:
+            return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds
+        for copy in copies:
+            copy.expires_at = due
+        if due not in self._timers:
+            self._timers[due] = loop.call_at(due, self._expire, due)
+
+    def _expire(self, due: float) -> None:
+        """Forget the copies whose time is over, and that have not been used."""
+        del self._timers[due]
+        copies = [copy for copy in self._all() if copy.lost_by is not None and copy.expires_at <= due]
+        if asyncio.get_running_loop().time() - due > _LATE_SECONDS:  # as in :class:`KeptRequests`
+            self._expire_after(min(self._seconds, RETURNED_SECONDS), copies)
+            return
+        for copy in copies:
+            self._forget(copy)
+            self.count("expired")
 
     def _all(self) -> list[CopiedRequest]:
         return [copy for copies in self._of_tenants.values() for copy in copies.values()]

@@ -139,6 +139,26 @@ class SampleGroup:
         """Bytes of memory that the request takes, about."""
         return _GROUP_BYTES + self._submit.ByteSize() + sum(output.num_kept_bytes for output in self._outputs)
 
+    def anew(self) -> Submit:
+        """Return what computes the request again from its first token, with the weights that it began with."""
+        submit = Submit()
+        submit.CopyFrom(self._submit)
+        submit.take_over, submit.num_prompt_logprobs = False, 0
+        submit.engine_deaths = self._lifetime.num_deaths
+        if (deadline := self._lifetime.deadline) is not None:
+            left = deadline - asyncio.get_running_loop().time()
+            submit.timeout.FromNanoseconds(max(round(left * 1e9), 0))
+        del submit.journals[:]
+        for output in self._outputs:
+            submit.journals.add(sample_index=output.sample_index, weights=output.weights, numerics=output.numerics)
+        return submit
+
+    def give_up(self) -> None:
+        """End without a word to the stream, except that another call continues the request."""
+        self.on_taken(self.slot)
+        self.detach()
+        self.cancel()
+
     def detach(self) -> None:
         """Continue without a stream, because the gateway was lost."""
         self._on_end = self.on_taken = _ignore
@@ -441,6 +461,8 @@ class Requests:
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
         if submit.num_samples > 1 and submit.HasField("kv_transfer"):
             raise errors.InvalidArgument("kv_transfer is of one sample", "kv_transfer")
+        if submit.fingerprint:
+            self.kept.make_way(submit.request_id)  # before the limit, within which it may have been the last one
         self._limit.check(submit)
         self._placer.budget.add_request()
         journals = _journals(submit) if submit.journals else {}
@@ -452,10 +474,22 @@ class Requests:
         """Start a request of a lost gateway and a lost output processor from its copy, without a stream; return None if
         there is no copy. Raises as :meth:`KeptRequests.find`, and ``InvalidArgument`` for a copy that is of no request.
         """
-        if (submit := self.kept.copies.take(wanted)) is None:
+        submit = self.kept.copies.take(wanted)
+        return None if submit is None else self._continue(submit)
+
+    def restart(self, wanted: Resume) -> SampleGroup | None:
+        """Begin a request anew, without a stream, that runs here but whose output cannot be sent again: another output
+        processor has sent its first log probabilities. Return None if there is none. Raises as :meth:`revive`."""
+        if (group := self.kept.unrepeatable(wanted)) is None:
             return None
-        # It was admitted where it was lost: refused here for the number of those that run, no other part could continue
-        # it with the same seed and the tokens that its client has.
+        submit = group.anew()
+        group.give_up()
+        return self._continue(submit)
+
+    def _continue(self, submit: Submit) -> SampleGroup:
+        """Start a request that some output processor had admitted, without a stream."""
+        # Refused here for the number of those that run, no other part could continue it with the same seed and the
+        # tokens that its client has.
         self._placer.budget.add_request()
         group = self._make(submit, _journals(submit), NOWHERE, self.kept.tasks, _ignore)
         if group.is_over:  # its client may not have all of it

@@ -124,7 +124,7 @@ async def test_a_copy_is_of_one_tenant_and_one_body(mesh: Mesh) -> None:
     assert await (await mesh.engines[0].next_stream()).next_adds(1), "the others have left it"
 
 
-@pytest.mark.parametrize("how", ["ended", "withdrawn", "of its client", "replaced", "back"])
+@pytest.mark.parametrize("how", ["ended", "withdrawn", "of its client", "replaced"])
 async def test_a_copy_that_is_out_of_date_is_forgotten(mesh: Mesh, how: str) -> None:
     gateway = await copied(mesh, kept(1))
     other = await mesh.gateway(peer_id="other")
@@ -140,10 +140,25 @@ async def test_a_copy_that_is_out_of_date_is_forgotten(mesh: Mesh, how: str) -> 
     await taken(gateway)
     await taken(other)
     await lose(gateway)
-    if how == "back":
-        await mesh.gateway(peer_id="lost")
     third = await mesh.gateway(peer_id="third")
     assert await refusals(third, resume(1, from_copy=True)) == ["REQUEST_LOST"]
+
+
+async def test_a_copy_says_that_the_gateway_of_its_request_lives(mesh: Mesh) -> None:
+    """What runs the request may be lost, and the gateway starved: the search for it goes on until it is there again."""
+    gateway, other = await copied(mesh, kept(1)), await mesh.gateway(peer_id="other")
+    said: list[bool] = []
+    for slot, of in ((1, 1), (2, 9)):
+        await other.send(resume=[resume(slot, of=of, from_copy=True)])
+        said += [each.is_copied for each in (await other.next_frame()).finished]
+    assert said == [True, False]
+    wanted = RecallRequest(request_id="request-1", tenant="someone", from_copy=True)
+    assert (await mesh.recall(wanted)).is_attended
+    await lose(gateway)
+    await mesh.gateway(peer_id="lost")
+    assert not (await mesh.recall(wanted)).is_attended, "it has come back, and has not sent it again"
+    await other.send(resume=[resume(3, from_copy=True)])
+    assert await (await mesh.engines[0].next_stream()).next_adds(1)
 
 
 async def test_a_copy_says_what_its_request_was_begun_with(mesh: Mesh) -> None:

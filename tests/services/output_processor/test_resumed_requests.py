@@ -119,7 +119,8 @@ async def test_a_sample_that_had_ended_elsewhere_is_sent_to_a_call_that_resumes(
     assert (texts, tokens, [each.sample_index for each in ends]) == ({1: " time"}, {1: b[1:]}, [1])
     other = await mesh.gateway(peer_id="other")
     if of_older_gateway:
-        assert await refusal(other, num_samples=2) == "REQUEST_LOST"
+        await other.send(resume=[resume(1, num_samples=2)])
+        assert [len(each.accepted_token_ids) for each in await stream.next_adds(2)] == [0, 0], "it begins anew"
         return
     await other.send(resume=[resume(7, num_samples=2)])
     texts, tokens, ends = await collect(other, 2)
@@ -213,6 +214,35 @@ async def test_log_probabilities_are_kept(mesh: Mesh) -> None:
     assert list(of_output.logprobs.sampled) == numbers[1:]
     assert list(of_output.token_text) == list(of_output.sampled_text) == list(before.logprobs[1].sampled_text[1:])
     assert [(taken.slot, taken.error.reason) for taken in frame.finished] == [(7, "ABORTED")]
+
+
+@pytest.mark.parametrize("how", ["runs", "lost its gateway", "has ended"])
+async def test_log_probabilities_that_another_output_processor_sent_are_computed_anew(mesh: Mesh, how: str) -> None:
+    """The gateway had moved the request here with its tokens. A call that resumed it got 404: their log probabilities
+    are not here."""
+    ids = mesh.ids("Once upon a time")
+    gateway = await mesh.gateway(peer_id="old")
+    journal = SampleJournal(token_ids=ids[:2], emitted_text_bytes=9)
+    stream, (slot,) = await mesh.started(gateway, kept(logprobs=1, journals=[journal]))
+    if how == "lost its gateway":
+        gateway.close()
+    elif how == "has ended":
+        columns = Logprobs(sampled=[-1.0] * 2, rank=[1, 1])
+        logprobs = [SlotLogprobs(slot=slot, token_index=2, logprobs=columns)]
+        stream.send((slot, 2, ids[2:4]), finished=end(slot, 4), logprobs=logprobs)
+        await gateway.until_finished(1)
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume(7, fingerprint=b"body")])
+    (again,) = await stream.next_adds(1)
+    assert list(again.accepted_token_ids) == []
+    if how == "runs":
+        assert (await gateway.until_finished(1))[2].error.reason == "ABORTED"
+    numbers = [-float(token_id) for token_id in ids]
+    columns = Logprobs(sampled=numbers, rank=ids, top=1, token_id=ids, logprob=numbers)
+    logprobs = [SlotLogprobs(slot=again.slot, token_index=0, logprobs=columns)]
+    stream.send((again.slot, 0, ids), finished=end(again.slot, len(ids)), logprobs=logprobs)
+    texts, tokens, ends = await collect(other)
+    assert (texts[0], tokens[0], ends[0].slot) == ("Once upon a time", ids, 7)
 
 
 async def test_text_held_for_a_stop_string_is_held_again(mesh: Mesh) -> None:
@@ -330,13 +360,21 @@ async def test_cancelled_requests_cannot_be_resumed(mesh: Mesh) -> None:
 
 
 async def test_a_gateway_that_comes_back_submits_again_itself(mesh: Mesh) -> None:
+    """Until then another one finds the request: the gateway may be starved, or killed, before it has sent it again."""
     stream, slot = await lost(mesh, kept(), mesh.ids("a"))
     back = await mesh.gateway(peer_id="lost")
-    assert list((await stream.next_input()).abort_slots) == [slot]
-    assert await refusal(back) == "REQUEST_LOST"
-    await back.send(submit=[kept(1 + 1)])
-    (add_,) = await stream.next_adds(1)
-    assert add_.slot != slot
+    wanted = RecallRequest(request_id="request-1", tenant="someone")
+    assert not (await mesh.recall(wanted)).is_attended
+    again = kept(1)
+    again.request_id = "request-1"
+    await back.send(submit=[again])
+    aborted, added = list[int](), list[int]()
+    while not (aborted and added):
+        message = await stream.next_input()
+        aborted += message.abort_slots
+        added += [each.slot for each in message.add]
+    assert (aborted, slot in added) == ([slot], False)
+    assert (await mesh.recall(wanted)).is_attended
 
 
 async def test_a_gateway_that_comes_back_finds_what_it_had_resumed(mesh: Mesh) -> None:

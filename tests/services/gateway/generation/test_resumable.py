@@ -31,7 +31,7 @@ class FakeGeneration:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def take(self) -> None:
-        await self._end
+        await asyncio.shield(self._end)  # a call that is cancelled may be made again
 
     def finish(self) -> None:
         self.done = True
@@ -111,10 +111,38 @@ async def test_an_abandoned_request_is_cancelled_when_its_time_is_over(held: Hel
     pass_time(SECONDS - 1)
     await settle()
     assert (generation.log, held.num_live, held.num_places) == ([], 1, 1)
-    pass_time(2)
+    pass_time(1.2)
     await settle()
     assert (generation.log, held.num_places) == (["closed"], 0)
     assert held.count("expired") == 1
+
+
+async def test_the_time_for_which_the_gateway_was_stopped_does_not_count(held: Held) -> None:
+    """The call that resumes it waited in the socket, and was read when the request had been cancelled."""
+    generation = held.abandoned()
+    await settle()
+    pass_time(SECONDS + 6)
+    await settle()
+    assert generation.log == []
+    pass_time(5.2)
+    await settle()
+    assert (generation.log, held.count("expired")) == (["closed"], 1)
+
+
+async def test_a_request_that_a_later_call_seeks_does_not_expire(held: Held) -> None:
+    """It waited for an output processor, so that the call that resumed it at the same gateway found it nowhere else."""
+    first = held.abandoned()
+    later, held_by_later = held.begun(admitted=held.admit())
+    for _ in range(3):
+        await settle()
+        pass_time(SECONDS + 0.2)
+        await settle()
+        assert first.log == []
+    held.requests.remove(later)
+    held_by_later.close()
+    pass_time(SECONDS + 0.2)
+    await settle()
+    assert (first.log, held.count("expired")) == (["closed"], 1)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ class Gateway:
 
     def begin(self, collector: Collector, **fields: Any) -> Cancel:
         """Begin a request at the first output processor."""
-        given: dict[str, Any] = {"fingerprint": b"body", "sampling_params": SamplingParams(max_tokens=100), **fields}
-        submit = Submit(request_id=ID, tenant="a", prompt=Prompt(token_ids=[1, 2]), **given)
+        given: dict[str, Any] = {"fingerprint": b"body", "sampling_params": SamplingParams(max_tokens=100)}
+        given = {"request_id": ID, "prompt": Prompt(token_ids=[1, 2]), **given, **fields}
+        submit = Submit(tenant="a", **given)
         return self.pool.submit(submit, collector, 0)
 
     def sent(self, number: int) -> Sent:
@@ -155,6 +156,51 @@ async def test_a_copy_moves_when_its_output_processor_is_lost_leaves_or_runs_the
     assert [len(gateway.sent(spare).begun), list(gateway.sent(holder).ended)] == [1, [begun.slot]]
 
 
+async def test_a_request_that_waits_to_be_sent_again_has_a_copy() -> None:
+    """Both output processors had been lost. The gateway was killed before it had sent the request again, and no part
+    had it any more."""
+    gateway = Gateway("a:1", "b:1")
+    gateway.begin(Collector(1))
+    gateway.receive(0, [5])
+    gateway.lose(0)
+    gateway.lose(1)
+    (request,) = gateway.pool._waiting
+    await gateway.copies._look()
+    gateway.connect(1)
+    await gateway.copies._look()
+    (begun,) = gateway.sent(1).begun
+    assert [list(each.token_ids) for each in begun.journals] == [[5]]
+    gateway.connect(0)
+    gateway.stream(1).submit(request, again=True)
+    await gateway.copies._look()
+    assert (len(gateway.sent(0).begun), list(gateway.sent(1).ended)) == (1, [begun.slot])
+
+
+async def test_the_copy_of_a_later_call_outlives_the_one_before() -> None:
+    """An output processor keeps one copy of each id: the end of the earlier call took that of the later one along."""
+    gateway = Gateway("a:1", "b:1")
+    end_earlier = gateway.begin(Collector(1), take_over=True)
+    end_later = gateway.begin(Collector(1), take_over=True)
+    earlier, later = gateway.copies._copies
+    runner = earlier.runner
+    assert runner is later.runner
+    number = 0 if runner is gateway.stream(1) else 1
+    _, copy = gateway.sent(number).begun
+    gateway.lose(number)
+    gateway.connect(number)
+    await gateway.copies._look()
+    assert [each.slot > copy.slot for each in gateway.sent(number).begun][-1]
+    await gateway.copies._look()
+    assert gateway.sent(number) == Sent(), "both have what they need"
+    end_earlier()
+    last = gateway.copies._copies[later]
+    assert last is not None
+    assert last.number not in gateway.sent(number).ended
+    end_later()
+    assert list(gateway.sent(number).ended) == [last.number]
+    assert gateway.copies._of_ids == {}
+
+
 async def test_one_output_processor_is_a_fall_back_until_there_are_two() -> None:
     gateway = Gateway("a:1", "b:1")
     gateway.links[1].stream = None
@@ -182,8 +228,8 @@ async def test_new_tokens_wait_while_an_output_processor_reads_nothing() -> None
 async def test_large_ends_are_cut_into_messages() -> None:
     """A message above gRPC's limit ends the stream, and with it all requests that the output processor runs."""
     gateway, size = Gateway("a:1", "b:1", "c:1"), MESSAGE_BYTES * 3 // 5
-    for _ in range(3):
-        gateway.begin(Collector(2), num_samples=2)
+    for number in range(3):
+        gateway.begin(Collector(2), num_samples=2, request_id=f"{number}{ID[1:]}")
         gateway.stream(0)._outbox.clear()
     gateway.sent(1), gateway.sent(2)
     experts = RoutedExperts(num_layers=1, top_k=1, id_bytes=1, expert_ids=bytes(size))

@@ -22,6 +22,7 @@ from tokenloom.services.gateway.mesh.output_pool import (
     OutputPool,
 )
 from tokenloom.services.gateway.mesh.process_stream import OutputLink, ProcessStream
+from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.v1.output_processor_pb2 import (
@@ -155,12 +156,13 @@ class Search:
         stream = self.links[number].stream
         return stream is not None and bool(stream.slots)
 
-    async def unknown(self, number: int) -> None:
+    async def unknown(self, number: int, *, is_copied: bool = False) -> None:
         stream = self.links[number].stream
         assert stream is not None
         (slot,) = stream.slots
         lost = wire_errors.to_proto(RequestLost("The request is not known."))
-        for _ in stream.receive(ProcessFrame(finished=[RequestFinished(slot=slot, error=lost)])):
+        finished = RequestFinished(slot=slot, error=lost, is_copied=is_copied)
+        for _ in stream.receive(ProcessFrame(finished=[finished])):
             pass
         await settle()
 
@@ -215,6 +217,86 @@ async def test_a_request_that_was_found_is_sought_again_without_its_prompt() -> 
         pass
     search.lose(0)
     assert search.is_asked(1)
+
+
+async def test_a_request_is_sought_while_a_gateway_that_lives_has_it() -> None:
+    """Its output processor had died, and its gateway was starved for longer than the search lasted."""
+    search = Search()
+    for _ in range(4):
+        await search.unknown(0)
+        await search.unknown(1, is_copied=True)
+        assert not search.collector.failed
+        pass_time(SEARCH_SECONDS - 0.1)
+        await settle()
+    for _ in range(2):
+        await search.unknown(0)
+        await search.unknown(1)
+        pass_time(SEARCH_SECONDS)
+        await settle()
+    with pytest.raises(RequestLost):
+        await search.collector.take()
+
+
+class Silences:
+    """Requests at the first of two output processors, without a budget for retries."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_requests: int) -> None:
+        monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+        members: Any = SimpleNamespace(chosen={"a", "b"}, widen=lambda: None, is_wide=False)
+        self.pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
+        self.links = [OutputLink(address, Hello(), self.pool) for address in "ab"]
+        self.pool._links.extend(self.links)
+        self.connect(0)
+        for _ in range(num_requests):
+            self.pool.submit(Submit(), Collector(1), 0)
+        self.placing = asyncio.create_task(self.pool._place_waiting())
+
+    def connect(self, number: int) -> None:
+        link = self.links[number]
+        link.stream = ProcessStream(self.pool)
+        link.stream.incarnation = link.address, 1
+        self.pool.on_open()
+
+    async def lose(self, number: int) -> None:
+        stream, self.links[number].stream = self.links[number].stream, None
+        assert stream is not None
+        stream.was_silent = True
+        self.pool.on_lost(stream, stream.end())
+        await settle()
+
+    def num_sent(self, number: int) -> int:
+        stream = self.links[number].stream
+        return 0 if stream is None else len(stream.slots)
+
+
+async def test_requests_of_one_that_was_silent_need_no_budget_once_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a whole mesh was starved twice within seconds, ten of them went on at once and then one each second. Calls
+    that sought the others got 404."""
+    silences = Silences(monkeypatch, 30)
+    for _ in range(3):
+        await silences.lose(0)
+        silences.connect(0)
+        await settle()
+        assert silences.num_sent(0) == 30
+    silences.placing.cancel()
+
+
+async def test_requests_that_move_on_from_one_that_stays_silent_wait_for_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silences = Silences(monkeypatch, 3)
+    await silences.lose(0)
+    silences.connect(1)
+    await settle()
+    assert silences.num_sent(1) == 3, "the first retry is free"
+    await silences.lose(1)
+    silences.connect(0)
+    await settle()
+    assert silences.num_sent(0) == 0, "the other one may compute them"
+    silences.connect(1)
+    await settle()
+    assert silences.num_sent(0) + silences.num_sent(1) == 3
+    silences.placing.cancel()
 
 
 async def test_the_search_ends_when_nothing_has_changed_for_a_while() -> None:

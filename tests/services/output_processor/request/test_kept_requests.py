@@ -70,11 +70,24 @@ async def test_a_lost_request_is_cancelled_when_its_time_is_over(kept: KeptReque
     pass_time(SECONDS - 1)
     await settle()
     assert find(kept) is request
-    pass_time(2)
+    pass_time(1.2)
     await settle()
     assert request.log == ["cancelled"]
     assert find(kept) is None
     assert kept.num_lost == 0
+
+
+async def test_the_time_for_which_the_process_was_stopped_does_not_count(kept: KeptRequests[FakeRequest]) -> None:
+    """The call that resumes it waited in the socket, and was read when the request had been cancelled."""
+    request = begun(kept)
+    kept.lose(request, PEER)
+    kept.connect(PEER)
+    pass_time(RETURNED_SECONDS + 4)
+    await settle()
+    assert find(kept) is request
+    pass_time(RETURNED_SECONDS + 0.2)
+    await settle()
+    assert request.log == ["cancelled"]
 
 
 async def test_a_resumed_request_has_no_limit_but_its_own(kept: KeptRequests[FakeRequest]) -> None:
@@ -121,27 +134,15 @@ async def test_errors_and_cancelled_requests_are_forgotten_at_once(kept: KeptReq
     assert find(kept) is None
 
 
-async def test_an_incarnation_that_is_connected_resumes_nothing(kept: KeptRequests[FakeRequest]) -> None:
-    """It submits its requests itself, on whichever of its streams it noticed the loss first."""
-    kept.connect(PEER)
-    kept.connect(PEER)
-    kept.disconnect(PEER)
-    assert not kept.lose(begun(kept), PEER)
-    other = begun(kept, "other")
-    assert kept.lose(other, ("gateway-0", 2))
-    kept.connect(("gateway-0", 3))
-    assert other.log == []
-    kept.connect(("gateway-0", 2))
-    assert other.log == ["cancelled"]
-
-
+@pytest.mark.parametrize("is_resumed", [True, False])
 @pytest.mark.parametrize("notices_first", [True, False])
-async def test_an_incarnation_that_is_back_has_time_to_ask_for_what_it_had_resumed(
-    kept: KeptRequests[FakeRequest], notices_first: bool
+async def test_an_incarnation_that_is_back_has_time_to_send_what_it_had(
+    kept: KeptRequests[FakeRequest], notices_first: bool, is_resumed: bool
 ) -> None:
-    """It may have got nothing of it, so that it seeks it again and does not submit it."""
-    request = begun(kept)
-    request.is_resumed = True
+    """It may be starved in between. Cancelled when it connected, its requests were unknown to all until it went on."""
+    request, another = begun(kept), begun(kept, "another")
+    request.is_resumed = is_resumed
+    kept.lose(another, ("gateway-0", 2))
     if notices_first:
         assert kept.lose(request, PEER)
         kept.connect(PEER)
@@ -151,9 +152,33 @@ async def test_an_incarnation_that_is_back_has_time_to_ask_for_what_it_had_resum
     pass_time(RETURNED_SECONDS - 1)
     await settle()
     assert find(kept) is request
-    pass_time(2)
+    pass_time(1.2)
     await settle()
     assert request.log == ["cancelled"]
+    assert find(kept, "another") is another, "it is of another incarnation"
+
+
+async def test_what_was_sent_again_before_the_loss_was_noticed_stays_known(kept: KeptRequests[FakeRequest]) -> None:
+    """It ran on the new stream of its gateway, and no call found it when the old one had ended."""
+    first = begun(kept)
+    kept.connect(PEER)
+    again = begun(kept)
+    assert find(kept) is first
+    assert not kept.lose(first, PEER)
+    first.cancel()
+    assert find(kept) is again
+    assert kept.lose(again, ("gateway-0", 2))
+    again.cancel()
+    assert find(kept) is None
+
+
+async def test_one_that_was_sent_twice_is_known_until_both_have_ended(kept: KeptRequests[FakeRequest]) -> None:
+    first, second, third = begun(kept), begun(kept), begun(kept)
+    second.end()
+    first.cancel()
+    assert find(kept) is third
+    third.end()
+    assert find(kept) is third, "its output is kept"
 
 
 async def test_one_that_cannot_be_repeated_hides_no_other(kept: KeptRequests[FakeRequest]) -> None:
@@ -194,7 +219,9 @@ async def test_what_is_found_is_the_callers(kept: KeptRequests[FakeRequest]) -> 
         kept.find(Resume(request_id="a", tenant="someone", num_samples=2))
     request.can_repeat = False
     assert find(kept) is None
-    assert not kept.lose(request, PEER)
+    assert kept.unrepeatable(Resume(request_id="a", tenant="someone")) is request
+    assert kept.unrepeatable(Resume(request_id="a", tenant="another")) is None
+    assert kept.lose(request, PEER), "it can begin anew"
 
 
 async def test_a_drain_waits_for_a_moment(kept: KeptRequests[FakeRequest]) -> None:
@@ -203,7 +230,7 @@ async def test_a_drain_waits_for_a_moment(kept: KeptRequests[FakeRequest]) -> No
     kept.hurry()
     second = begun(kept, "second")
     kept.lose(second, PEER)
-    pass_time(DRAIN_SECONDS + 1)
+    pass_time(DRAIN_SECONDS + 0.2)
     await asyncio.sleep(0)
     await settle()
     assert (first.log, second.log) == (["cancelled"], ["cancelled"])
@@ -310,12 +337,30 @@ async def test_copies_expire_after_the_loss_of_their_gateway() -> None:
     copies.lose(first, PEER)
     pass_time(SECONDS / 2)
     copies.lose(second, ("gateway-1", 1))
-    pass_time(SECONDS / 2 + 1)
+    pass_time(SECONDS / 2 + 0.2)
     await settle()
     assert found(copies, ("a", "someone"), ("b", "someone")) == ["b"]
     pass_time(SECONDS / 2)
     await settle()
     assert (copies.num_copies, copies.num_bytes, outcomes) == (0, 0, ["expired", "expired"])
+
+
+async def test_copies_of_a_gateway_that_is_back_are_kept_for_a_moment() -> None:
+    """It may be killed before it has sent them again: then no other part has its requests."""
+    copies, outcomes = copies_with_room(4)
+    stream = object()
+    copies.receive(stream, copy_of("a", "someone"))
+    copies.lose(stream, PEER)
+    copies.connect(PEER)
+    pass_time(RETURNED_SECONDS - 1)
+    await settle()
+    assert found(copies, ("a", "someone")) == ["a"]
+    pass_time(RETURNED_SECONDS)
+    await settle()
+    assert found(copies, ("a", "someone")) == ["a"], "this process was stopped, and has not read what came"
+    pass_time(RETURNED_SECONDS + 0.2)
+    await settle()
+    assert (copies.num_copies, outcomes) == (0, ["expired"])
 
 
 async def test_a_copy_keeps_its_deadline() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.model_config import ModelConfig
 from ..device.device_link import Event, copy_packed, link_of
-from ..kernels.triton.launch import launch, power_of_2
+from ..kernels.triton import launch, power_of_2
 from ..kernels.triton.rows import list_pages
 from .attention_backend import AttentionPlan, HostedPlan, IntArray, KVCache, PlanTensors, ScoreRule, WorkList
 from .cache import LocalBackend, token_rows

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..checkpoint.model_config import ModelConfig
 from ..device.device_link import copy_packed
 from ..kernels.compiler import KernelsUnavailable
+from ..kernels.triton import launch, power_of_2
 from ..kernels.triton.kv_cache import write_kv
-from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend
 from .attention_backend import FP8_KV, AttentionPlan, IntArray, KVCache, PlanTensors, ScoreRule, WorkList
 from .cache import LocalBackend, token_rows

@@ -4,8 +4,8 @@ copies KV blocks between pools on a device, for all layers at once."""
 import torch
 from torch import Tensor
 
+from ..kernels.triton import launch
 from ..kernels.triton.kv_cache import copy_blocks
-from ..kernels.triton.launch import launch
 from ..kernels.triton.rows import prepare_step, scatter
 from .step_tensors import SentStep, StepSize, StepTensors
 

@@ -14,7 +14,7 @@ from ..checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
 from ..checkpoint.layer_state import LayerState, check_state, present, shapes_of
 from ..checkpoint.weights import Linear
 from ..kernels.compiler import KernelsUnavailable
-from ..kernels.triton.launch import launch, power_of_2
+from ..kernels.triton import launch, power_of_2
 from ..kernels.triton.products import (
     MOST_ROWS,
     few_rows,

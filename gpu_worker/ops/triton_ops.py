@@ -11,10 +11,9 @@ from ..attention.states import SentChunks, SentRuns, StatePlan
 from ..checkpoint.mixer_config import STATE_CHUNK, StatePrompts
 from ..checkpoint.weights import Linear
 from ..device.device_link import copy_packed
-from ..kernels.triton import mamba2_chunks, state_chunks
+from ..kernels.triton import launch, mamba2_chunks, power_of_2, state_chunks
 from ..kernels.triton import states as kernels
 from ..kernels.triton.kv_cache import rotate_and_write
-from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.rows import add_norm, gate
 from ..layers.fp8_linear import Fp8Linear
 from ..layers.triton_linear import KINDS, TritonLinear, are_few, multiply_few

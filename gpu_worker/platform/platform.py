@@ -207,7 +207,8 @@ class CUDAPlatform:
             return None
         from ..sampler.device.sampler_kernels import TritonSamplerKernels
 
-        return DeviceSampler(TritonSamplerKernels())
+        count = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return DeviceSampler(TritonSamplerKernels(multiprocessors=count))
 
     def make_step_tools(self) -> StepTools | None:
         if not uses_triton(self.device):

@@ -29,10 +29,11 @@ def check_draws(rows: Rows, target: Target) -> list[str]:
     wrong = []
     for name, vocab, count in (
         ("sampler", target.pick(151_936, 1000), target.pick(256, 5)),
+        ("sampler, few rows", target.pick(151_936, 1000), target.pick(64, 1)),
         ("sampler, many draws", 100, target.pick(1_000_000, 10)),
     ):
         # Few of the many rows have filters, for which the host takes a turn each.
-        chosen = [kinds[row % len(kinds)] if name == "sampler" or row % 17 == 0 else kinds[1] for row in range(count)]
+        chosen = [kinds[row % len(kinds)] if vocab > 100 or row % 17 == 0 else kinds[1] for row in range(count)]
         params = [CoreSamplingParams(max_tokens=4, seed=row, **kind) for row, kind in enumerate(chosen)]
         logits = np.random.default_rng(3).normal(0.0, 3.0, (count, vocab)).astype(np.float32)
         indices = np.arange(count)

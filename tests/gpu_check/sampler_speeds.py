@@ -10,6 +10,8 @@ from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKer
 def run(rows: Rows, target: Target) -> None:
     for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
         _draw(rows, target, top_k, top_p)
+    for divides in (False, True):
+        _draw(rows, target, 50, 0.9, 1, divides=divides)
     for count in target.pick((1, 128), (1, 2)):
         _asking_rows(rows, target, count)
 
@@ -18,16 +20,18 @@ def _logits(target: Target) -> torch.Tensor:
     return target.random(*target.pick((128, 151_936), (2, 1000)), dtype=torch.float32) * 3
 
 
-def _draw(rows: Rows, target: Target, top_k: int, top_p: float) -> None:
-    logits = _logits(target)
+def _draw(rows: Rows, target: Target, top_k: int, top_p: float, most_rows: int = 128, *, divides: bool = False) -> None:
+    logits = _logits(target)[:most_rows]
     count, vocab = logits.shape
     every = [logits, *(logits.clone() for _ in range(target.turns(logits.nbytes) - 1))]
     ones = torch.ones(count, device=target.device, dtype=torch.float64)
     columns = (ones, ones * top_p, ones * 0, torch.rand(count, device=target.device, dtype=torch.float64))
     top_ks = torch.full((count,), top_k, device=target.device, dtype=torch.int32)
     asked = (*columns, top_ks, torch.arange(count, device=target.device))
-    ms = target.graph_ms(lambda: [draw(each, asked) for each in every], target.pick(2, 1)) / len(every)
-    rows.add(f"sampler, {count} x {vocab:,}, top-k {top_k}, top-p {top_p}", ms=ms)
+    turns = target.pick(2, 1)
+    ms = target.graph_ms(lambda: [draw(each, asked, divides=divides) for each in every], turns) / len(every)
+    name = f"sampler, {count} x {vocab:,}, top-k {top_k}, top-p {top_p}"
+    rows.add(f"{name}, by parts" if divides else name, ms=ms)
 
 
 def _asking_rows(rows: Rows, target: Target, count: int) -> None:

@@ -276,7 +276,7 @@ def test_each_call_reads_all_that_takes_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(Target, "graph_ms", lambda self, run, calls: read.append(len(run())) or 3.0)
     rows = Rows("speeds", tmp_path)
     speeds._product(rows, CPU, 20, 64, 32)
-    monkeypatch.setattr(sampler_speeds, "draw", lambda logits, columns: logits)
+    monkeypatch.setattr(sampler_speeds, "draw", lambda logits, columns, divides: logits)
     sampler_speeds._draw(rows, CPU, 0, 1.0)
     assert read == [3, 3]
     assert found(rows)[0]["us"] == 1000.0

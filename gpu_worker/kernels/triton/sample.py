@@ -7,6 +7,8 @@ token is the host's; they need no float64 unit, of which most GPUs have few.
 A threshold is searched among few candidates: the maxima of the lanes in which a program reads its row bound it, and
 what reaches the bound is listed. Only where these are more than a program holds, or less than the mass that is wanted,
 the interval of the threshold is divided by passes over the row. A row stays in the L2 cache between passes.
+
+``sample_parts`` reads rows with several programs each, where few rows would leave most of a GPU idle.
 """
 
 import triton
@@ -18,7 +20,7 @@ _CUT = tl.constexpr(float(41 << 20))
 _BELOW = tl.constexpr(float(42 << 20))
 _RATE = tl.constexpr(1.4426950408889634 * (1 << 20))
 _WHOLE = tl.constexpr(float(1 << 40))
-_LEAST_KEY, _LARGEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+LEAST_KEY, LARGEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 """Of NaN: no key of a row that is drawn from."""
 _PASSES = tl.constexpr(3)
 """Over the row before candidates are listed again: each leaves a quarter of the interval."""
@@ -61,59 +63,77 @@ def sample(
     temperature = tl.load(temperatures + place)
     token = best.to(tl.int64)
     if is_drawable & (temperature != 0.0):
-        top_k, top_p, min_p = tl.load(top_ks + place), tl.load(top_ps + place), tl.load(min_ps + place)
-        rate = tl.minimum(
-            tl.maximum(tl.full((), _RATE, tl.float64) / temperature, 1.1754943508222875e-38), 3.4028234663852886e38
-        )
-        rate = rate.to(tl.float32)
-        least = tl.ceil(tl.maximum(min_p, 0.0) * _WHOLE).to(tl.int64)
-        threshold, num_equal = _limits(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, WIDTH)
+        top_k, top_p = tl.load(top_ks + place), tl.load(top_ps + place)
+        rate, least = scales(temperature, tl.load(min_ps + place))
+        threshold, num_equal = limits_of(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, WIDTH)
         number = tl.load(numbers + row)
-        token = _draw(base, vocab, largest, rate, least, threshold, num_equal, number, WIDTH, PARTS)
+        token = draw_within(base, vocab, largest, rate, least, threshold, num_equal, number, WIDTH, PARTS)
     tl.store(out + row, token)
+
+
+@triton.jit
+def scales(temperature, min_p):
+    """Return what differences of logits are multiplied by, float32, and the least weight that min-p leaves, int64."""
+    rate = tl.full((), _RATE, tl.float64) / temperature
+    rate = tl.minimum(tl.maximum(rate, 1.1754943508222875e-38), 3.4028234663852886e38)
+    return rate.to(tl.float32), tl.ceil(tl.maximum(min_p, 0.0) * _WHOLE).to(tl.int64)
 
 
 @triton.jit
 def ordered(x):
     """Return int32 in the order of float32 ``x``; both zeros give the same."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ _LARGEST_KEY, bits)
+    return tl.where(bits < 0, bits ^ LARGEST_KEY, bits)
 
 
 @triton.jit
-def _value(key):
+def value_of(key):
     """Return the float32 of which ``key`` is the place in the order."""
-    return tl.where(key < 0, key ^ _LARGEST_KEY, key).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, key ^ LARGEST_KEY, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def find_best(base, vocab, WIDTH: tl.constexpr):
     """Return the largest logit, the token of a greedy draw (-1: no logit is finite; -2: all are -inf), whether the row
     has a distribution, and the largest logit of each lane, [WIDTH]."""
+    values, place, nan, num_finite = scan(base, vocab, WIDTH)
+    largest = tl.max(values, 0)
+    best, is_drawable = greedy(largest, place, nan, num_finite)
+    return largest, best, is_drawable, values
+
+
+@triton.jit
+def scan(base, size, WIDTH: tl.constexpr):
+    """Return the largest logit of each lane, [WIDTH], and of all ``size`` logits the first place of the largest, the
+    first of a NaN (LARGEST_KEY: there is none), and how many are finite."""
     lanes = tl.arange(0, WIDTH)
     values = tl.full([WIDTH], float("-inf"), tl.float32)
     places = lanes
-    first_nan = tl.full([WIDTH], 2147483647, tl.int32)
+    first_nan = tl.full([WIDTH], LARGEST_KEY, tl.int32)
     num_finite = tl.zeros([WIDTH], tl.int32)
-    for begin in tl.range(0, vocab, WIDTH):
+    for begin in tl.range(0, size, WIDTH):
         at = begin + lanes
-        x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
+        x = tl.load(base + at, mask=at < size, other=float("-inf"))
         first_nan = tl.where(x != x, tl.minimum(first_nan, at), first_nan)
         num_finite += (tl.abs(x) < float("inf")).to(tl.int32)
         is_better = x > values
         places = tl.where(is_better, at, places)
         values = tl.where(is_better, x, values)
-    largest = tl.max(values, 0)
-    best = tl.min(tl.where(values == largest, places, 2147483647), 0)
-    nan = tl.min(first_nan, 0)
-    is_drawable = (nan == 2147483647) & (tl.abs(largest) < float("inf"))
-    none = tl.where((nan == 2147483647) & (largest == float("-inf")), -2, -1)
-    best = tl.where(nan < 2147483647, nan, best)
-    return largest, tl.where(tl.sum(num_finite, 0) > 0, best, none), is_drawable, values
+    place = tl.min(tl.where(values == tl.max(values, 0), places, LARGEST_KEY), 0)
+    return values, place, tl.min(first_nan, 0), tl.sum(num_finite, 0)
 
 
 @triton.jit
-def _weigh(x, largest, rate, least):
+def greedy(largest, place, nan, num_finite):
+    """Return the token of a greedy draw, as :func:`find_best` does, and whether the row has a distribution."""
+    has_nan = nan < LARGEST_KEY
+    none = tl.where(has_nan | (largest > float("-inf")), -1, -2)
+    best = tl.where(num_finite > 0, tl.where(has_nan, nan, place), none)
+    return best, (tl.abs(largest) < float("inf")) & (nan == LARGEST_KEY)
+
+
+@triton.jit
+def weigh(x, largest, rate, least):
     """Return the weights, int64, of logits ``x`` as ``sampler.weigh`` does, and 0 for those below ``least``."""
     power = tl.minimum((largest - x) * rate, _CUT)
     steps = power.to(tl.int32)
@@ -128,10 +148,10 @@ def _weigh(x, largest, rate, least):
 
 
 @triton.jit
-def _limits(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, WIDTH: tl.constexpr):
+def limits_of(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, WIDTH: tl.constexpr):
     """Return the threshold of the tokens that may be drawn, and how many of those that equal it may be; tokens of which
     min-p leaves no weight are not excluded by it."""
-    threshold = tl.full((), _LEAST_KEY, tl.int32)
+    threshold = tl.full((), LEAST_KEY, tl.int32)
     num_equal = tl.full((), 9223372036854775807, tl.int64)
     is_limited = (top_k > 0) & (top_k < vocab)
     if is_limited:
@@ -148,7 +168,7 @@ def _limits(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, WID
         target = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
         target = tl.maximum(tl.minimum(target, total), 1)
         found, above = find_reached(base, vocab, hint, listed, largest, rate, least, target, True, WIDTH)
-        each = tl.maximum(_weigh(_value(found), largest, rate, least), 1)
+        each = tl.maximum(weigh(value_of(found), largest, rate, least), 1)
         needed = (target - above + each - 1) // each
         num_equal = tl.where(found > threshold, needed, tl.minimum(num_equal, needed))
         threshold = found
@@ -164,12 +184,12 @@ def _mass(base, vocab, largest, rate, least, threshold, num_equal, WIDTH: tl.con
     for begin in tl.range(0, vocab, WIDTH):
         at = begin + lanes
         x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-        keys, weights = ordered(x), _weigh(x, largest, rate, least)
+        keys, weights = ordered(x), weigh(x, largest, rate, least)
         above += tl.where(keys > threshold, weights, 0)
         count += ((keys == threshold) & (at < vocab)).to(tl.int32)
     num_equal = tl.minimum(tl.sum(count, 0).to(tl.int64), num_equal)
     # No logit equals the least key, which stands for no threshold and whose value is no number.
-    each = tl.where(num_equal > 0, _weigh(_value(threshold), largest, rate, least), 0)
+    each = tl.where(num_equal > 0, weigh(value_of(threshold), largest, rate, least), 0)
     return tl.sum(above, 0) + num_equal * each
 
 
@@ -177,9 +197,15 @@ def _mass(base, vocab, largest, rate, least, threshold, num_equal, WIDTH: tl.con
 def lane_bound(maxima, wanted, WIDTH: tl.constexpr):
     """Return a key that at least ``wanted`` logits reach, and not many more, if ``wanted`` is at most WIDTH: that of
     one of the ``maxima`` of lanes, [WIDTH]."""
-    keys, ones = ordered(maxima), tl.full([WIDTH], 1, tl.int64)
-    lowest, end = tl.full((), _LEAST_KEY, tl.int64), tl.full((), _LARGEST_KEY, tl.int64)
-    found, _ = _find_among(keys, ones, tl.minimum(wanted, WIDTH).to(tl.int64), lowest, end)
+    return bound(ordered(maxima), wanted, WIDTH)
+
+
+@triton.jit
+def bound(keys, wanted, WIDTH: tl.constexpr):
+    """Return the largest of the keys [WIDTH] that ``wanted`` of them reach; of all, if it is more than there are."""
+    ones = tl.full([WIDTH], 1, tl.int64)
+    lowest, end = tl.full((), LEAST_KEY, tl.int64), tl.full((), LARGEST_KEY, tl.int64)
+    found, _ = find_among(keys, ones, tl.minimum(wanted, WIDTH).to(tl.int64), lowest, end)
     return found
 
 
@@ -191,7 +217,7 @@ def find_reached(base, vocab, hint, listed, largest, rate, least, wanted, BY_MAS
     the better it is, the fewer are the passes. ``listed``: [WIDTH] int32, memory for candidates. The whole row must
     reach ``wanted``, which is at least 1.
     """
-    lowest, end = tl.full((), _LEAST_KEY, tl.int64), ordered(largest).to(tl.int64) + 1
+    lowest, end = tl.full((), LEAST_KEY, tl.int64), ordered(largest).to(tl.int64) + 1
     if BY_MASS:  # what lies 42 powers of two below weighs nothing
         lowest = ordered(largest - tl.full((), _BELOW, tl.float32) / rate).to(tl.int64)
     above = tl.full((), 0, tl.int64)
@@ -206,7 +232,7 @@ def find_reached(base, vocab, hint, listed, largest, rate, least, wanted, BY_MAS
             lowest = begin
             if count <= WIDTH:
                 keys, measures = _listed(base, listed, count, largest, rate, least, BY_MASS, WIDTH)
-                found, more = _find_among(keys, measures, wanted - above, lowest, end)
+                found, more = find_among(keys, measures, wanted - above, lowest, end)
                 lowest = found.to(tl.int64)
                 end = lowest + 1
                 above += more
@@ -234,7 +260,7 @@ def _list(base, vocab, begin, end, listed, largest, rate, least, BY_MASS: tl.con
         keys = ordered(x)
         is_in = (keys >= begin.to(tl.int32)) & (keys < end.to(tl.int32)) & (at < vocab)
         if BY_MASS:
-            sums += tl.where(is_in, _weigh(x, largest, rate, least), 0)
+            sums += tl.where(is_in, weigh(x, largest, rate, least), 0)
         here = tl.sum(is_in.to(tl.int32), 0)
         if here > 0:
             place = count + tl.cumsum(is_in.to(tl.int32), 0) - 1
@@ -254,14 +280,14 @@ def _listed(base, listed, count, largest, rate, least, BY_MASS: tl.constexpr, WI
     at = tl.load(listed + lanes, mask=lanes < count, other=0)
     x = tl.load(base + at, mask=lanes < count, other=float("-inf"))
     if BY_MASS:
-        measures = _weigh(x, largest, rate, least)
+        measures = weigh(x, largest, rate, least)
     else:
         measures = (lanes < count).to(tl.int64)
     return ordered(x), measures
 
 
 @triton.jit
-def _find_among(keys, measures, wanted, lowest, end):
+def find_among(keys, measures, wanted, lowest, end):
     """Return the largest key in [lowest, end), int32, that ``wanted`` of the measures reach, and how much is above."""
     above = tl.full((), 0, tl.int64)
     while end - lowest > 1:
@@ -278,7 +304,7 @@ def _pivots(lowest, end, by_value):
     """Return three keys, ascending, that divide (lowest, end) into quarters: of its keys, or ``by_value`` of the
     logits, as keys are dense around zero."""
     quarter = (end - lowest) // 4
-    low, step = _value(lowest.to(tl.int32)), (_value(end.to(tl.int32)) - _value(lowest.to(tl.int32))) * 0.25
+    low, step = value_of(lowest.to(tl.int32)), (value_of(end.to(tl.int32)) - value_of(lowest.to(tl.int32))) * 0.25
     one = tl.where(by_value, ordered(low + step).to(tl.int64), lowest + quarter)
     two = tl.where(by_value, ordered(low + 2.0 * step).to(tl.int64), lowest + 2 * quarter)
     three = tl.where(by_value, ordered(low + 3.0 * step).to(tl.int64), lowest + 3 * quarter)
@@ -316,7 +342,7 @@ def _measure(base, vocab, one, two, three, largest, rate, least, BY_MASS: tl.con
         x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
         keys = ordered(x)
         if BY_MASS:
-            measures = _weigh(x, largest, rate, least)
+            measures = weigh(x, largest, rate, least)
         else:
             measures = (at < vocab).to(tl.int64)
         by_one += tl.where(keys >= one.to(tl.int32), measures, 0)
@@ -330,7 +356,7 @@ def _kept_weights(base, at, vocab, largest, rate, least, threshold, num_equal, n
     """Return the weights of the tokens ``at``, 0 for those that may not be drawn, and how many of them equal the
     threshold. ``num_before``: how many tokens before them do."""
     x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-    keys, weights = ordered(x), _weigh(x, largest, rate, least)
+    keys, weights = ordered(x), weigh(x, largest, rate, least)
     is_equal = ((keys == threshold) & (at < vocab)).to(tl.int32)
     count = tl.sum(is_equal, 0)
     is_kept = keys >= threshold
@@ -341,7 +367,7 @@ def _kept_weights(base, at, vocab, largest, rate, least, threshold, num_equal, n
 
 
 @triton.jit
-def _draw(
+def draw_within(
     base,
     vocab,
     largest,
@@ -365,13 +391,23 @@ def _draw(
         sums = tl.where(is_part, tl.sum(weights, 0), sums)
         befores = tl.where(is_part, num_before, befores)
         num_before += count
-    total = tl.sum(sums, 0)
-    target = tl.minimum((total.to(tl.float64) * number).to(tl.int64), total - 1)
-    running = tl.cumsum(sums, 0)
-    part = tl.sum((running <= target).to(tl.int32), 0)
-    before = tl.sum(tl.where(parts < part, sums, 0), 0)
+    target = target_of(tl.sum(sums, 0), number)
+    part, before = passed(sums, target)
     num_before = tl.sum(tl.where(parts == part, befores, 0), 0)
     at = part * WIDTH + lanes
     weights, _ = _kept_weights(base, at, vocab, largest, rate, least, threshold, num_equal, num_before)
-    running = tl.cumsum(weights, 0) + before
-    return (part * WIDTH + tl.sum((running <= target).to(tl.int32), 0)).to(tl.int64)
+    place, _ = passed(weights, target - before)
+    return (part * WIDTH + place).to(tl.int64)
+
+
+@triton.jit
+def target_of(total, number):
+    """Return the sum of weights which the token that is drawn passes."""
+    return tl.minimum((total.to(tl.float64) * number).to(tl.int64), total - 1)
+
+
+@triton.jit
+def passed(weights, target):
+    """Return the first place at which the running sum of the weights [n] passes ``target``, and the sum before it."""
+    is_before = tl.cumsum(weights, 0) <= target
+    return tl.sum(is_before.to(tl.int32), 0), tl.sum(tl.where(is_before, weights, 0), 0)

@@ -131,7 +131,8 @@ class Platform(ApartPlatform):
         self._has_graphs = has_graphs
 
     def make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(TritonSamplerKernels(), HostLink())
+        # Steps of up to ten rows are drawn by parts of 64 logits, and those of more rows are not.
+        return DeviceSampler(TritonSamplerKernels(64, multiprocessors=20), HostLink())
 
     def make_step_tools(self) -> StepTools:
         return StepTools(HostLink(), TritonRowKernels())

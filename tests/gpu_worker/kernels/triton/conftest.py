@@ -8,7 +8,7 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from tokenloom.gpu_worker.kernels.triton import launch as launching
+from tokenloom.gpu_worker.kernels import triton as launching
 
 _patch_tensors = interpreter._patch_lang_tensor
 

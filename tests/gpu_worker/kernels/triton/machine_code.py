@@ -217,10 +217,10 @@ def fp8_blocks(rows: int, outputs: int, inputs: int) -> None:
     GroupedLinear(weight, None, META)(_empty(rows, inputs))
 
 
-def sampling() -> None:
-    columns = [_empty(128, dtype=torch.float64) for _ in range(4)]
-    rows = _empty(128, dtype=torch.int32), _empty(128, dtype=torch.int64)
-    sampler_kernels.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, *rows])
+def sampling(count: int, *, divides: bool) -> None:
+    columns = [_empty(count, dtype=torch.float64) for _ in range(4)]
+    rows = _empty(count, dtype=torch.int32), _empty(count, dtype=torch.int64)
+    sampler_kernels.draw(_empty(count, 151_936, dtype=torch.float32), [*columns, *rows], divides=divides)
 
 
 def rows_of_a_step() -> None:
@@ -325,7 +325,8 @@ CASES: dict[str, Callable[[], object]] = {
     "few rows of fp8 experts": lambda: fp8_experts(4),
     "many rows of fp8 experts": lambda: fp8_experts(512),
     "rounding rows": lambda: triton_linear.round_rows_at_once(_empty(512, 4096)),
-    "sampling": sampling,
+    "sampling": lambda: sampling(128, divides=False),
+    "sampling by parts of rows": lambda: sampling(2, divides=True),
     "changed logits": changes,
     "log probabilities": log_probabilities,
     "convolution": lambda: convolution(4),

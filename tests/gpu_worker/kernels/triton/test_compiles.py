@@ -21,7 +21,7 @@ CASES = [
     "nemotron_h, chunks",
 ]
 EVERYWHERE = {"add_norm", "attend", "few_rows", "prepare_step", "scatter"}
-ASKED = {"add_listed", "change_rows", "count_drawn", "logprobs", "sample"}
+ASKED = {"add_listed", "change_rows", "count_drawn", "logprobs", "sample", "scan_parts", "list_parts", "draw_listed"}
 OF_CASES = {
     # A part of each head is rotated, which PyTorch does.
     "qwen3_5_text": {"short_conv", "keep_inputs", "delta_gates", "gated_delta", "gated_norm", "write_kv"},

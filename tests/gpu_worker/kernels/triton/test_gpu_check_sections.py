@@ -32,7 +32,7 @@ def test_speeds(tmp_path):
     found = [json.loads(line) for line in rows.file.read_text().splitlines()]
     assert {"share_of_ceiling", "us"} <= found[2].keys()
     assert any(row["name"].startswith("winner") for row in found)
-    assert sum("sampler" in row["name"] for row in found) == 4
+    assert sum("sampler" in row["name"] for row in found) == 6
 
 
 def test_a_way_that_does_not_work_is_a_row_and_stops_no_other(tmp_path, monkeypatch):

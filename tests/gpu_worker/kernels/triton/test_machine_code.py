@@ -46,6 +46,7 @@ CASES = {
     "many rows of fp8 experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "rounding rows": {},
     "sampling": {},
+    "sampling by parts of rows": {},
     "changed logits": {},
     "log probabilities": {},
     "convolution": {},

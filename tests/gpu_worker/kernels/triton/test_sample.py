@@ -25,12 +25,12 @@ CASES = {
 }
 
 
-def draw_both(logits, params, width=128):
+def draw_both(logits, params, width=128, *, divides=False):
     """The output index of a row is its number."""
     indices = np.arange(len(logits))
     host = Sampler().sample(logits.copy(), params, indices)
     columns = [torch.from_numpy(each) for each in SamplingArrays.of(params, indices)]
-    return host, draw(torch.from_numpy(logits), columns, width).tolist()
+    return host, draw(torch.from_numpy(logits), columns, width, divides=divides).tolist()
 
 
 def make_rows(count, **params):

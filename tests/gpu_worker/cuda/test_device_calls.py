@@ -7,6 +7,7 @@ from tests.gpu_worker.cuda.device_calls import MODELS, count_step
 MOST = {
     ("8B (Llama 3.1)", 1): 210,
     ("8B (Llama 3.1)", 16): 210,
+    ("8B (Llama 3.1)", 128): 298,
     ("30B-A3B (Qwen3)", 1): 740,
     ("30B-A3B (Qwen3)", 128): 740,
 }

@@ -111,7 +111,8 @@ class _Path:
         self.is_open = route.is_open
         self.error_form = form
         self.handlers: dict[str, Handler] = {}  # by method
-        self.pure = {"GET"}  # the methods that change nothing
+        self.pure = set[str]()  # the methods that any gateway may answer once more
+        self.is_of_batches = route.is_of_batches
 
 
 _NOT_SERVED = _Path(Route("", OTHER), OPENAI)
@@ -137,7 +138,8 @@ class App:
         for route, handler in routes.items():
             path = self._paths.setdefault(route.pattern, _Path(route, error_forms.get(route, OPENAI)))
             path.handlers[route.method] = handler
-            if route.is_pure:
+            # Another gateway has another directory of batches, and would answer 404.
+            if route.is_pure or (route.method == "GET" and not route.is_of_batches):
                 path.pure.add(route.method)
         self._access = access
         self._cors = Cors(access.cors_origins) if access.cors_origins else None
@@ -228,6 +230,7 @@ class App:
         if handler is None:
             raise MethodNotAllowed(exchange.method, path.handlers)
         if exchange.let_go is not None and method not in path.pure:
+            exchange.stays = path.is_of_batches
             exchange.let_go()
         return handler
 

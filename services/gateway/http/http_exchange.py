@@ -182,6 +182,7 @@ class HttpExchange:
             gateway would.
         let_go: Lets the request end with this gateway, if that is killed: answered once more by another one, it would
             have effects twice. None: it does so in any case.
+        stays: Whether its connection ends with this gateway too: the client goes on with what this one alone has.
     """
 
     past: "PastResponse | None" = None
@@ -189,6 +190,7 @@ class HttpExchange:
     held: "HeldResponse | None" = None
     keep: "Callable[[bytes | bytearray], None] | None" = None
     let_go: Callable[[], None] | None = None
+    stays = False
     tenant: Tenant
     shaping: FairStage
     is_line = False

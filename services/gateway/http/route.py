@@ -49,7 +49,8 @@ class Route:
     is_admin: bool = False
     """Whether it needs an admin key; gateways without one do not have the route."""
     is_pure: bool = False
-    """Whether a request that is answered twice has the effects of one. A GET has none in any case."""
+    """Whether a request that is answered twice has the effects of one. A GET has none in any case, and any gateway
+    answers it but for those of batches."""
     is_of_batches: bool = False
     """Whether it needs a directory for batches; gateways without one say so."""
 

@@ -38,6 +38,7 @@ class HeldProtocol(HttpProtocol):
         self._num_received = self._cookie = 0
         self._ends = past is not None and bool(past.state & FOLLOWED)  # with the next response
         self._goes_on = False  # while the request of a response that has begun is read again
+        self._stays = False  # with this gateway, between requests: the latest one was for what it alone has
         self.found = "refused"
         if past is not None:
             self.refusal = b""  # within a response there is no place for the words of another one
@@ -71,7 +72,7 @@ class HeldProtocol(HttpProtocol):
     def _note_idle(self) -> None:
         """Note that no request is in work, once the kernel has all that was written: another gateway would not write
         the rest, and its first words would be taken for that."""
-        if self.transport.is_closing() or not self._is_between_requests:
+        if self.transport.is_closing() or not self._is_between_requests or self._stays:
             return
         if self.transport.get_write_buffer_size():
             self._loop.call_later(_LOOK_SECONDS, self._note_idle)
@@ -118,7 +119,7 @@ class HeldProtocol(HttpProtocol):
 
     def _start(self, exchange: HttpExchange) -> None:
         exchange.hold, exchange.keep = partial(self._hold, exchange), partial(self._keep, exchange)
-        exchange.let_go = partial(self._give_up, exchange)
+        exchange.let_go, self._stays = partial(self._give_up, exchange), False
         # A client of HTTP/1.0 takes the end of its connection for that of the response, and one that waits for
         # permission to send its body gets it once.
         if self._expects_continue or not cast(ResponseWriter, exchange.response).speaks_1_1:
@@ -141,6 +142,7 @@ class HeldProtocol(HttpProtocol):
         self._arrives = False
 
     def _give_up(self, exchange: HttpExchange) -> None:
+        self._stays = exchange.stays
         self._let_go()
         exchange.hold = exchange.keep = exchange.held = None
 

@@ -1,10 +1,14 @@
-"""Browsers get CORS headers for allowed origins only."""
+"""Browsers get CORS headers for allowed origins only, and what one gateway alone has is answered by no other."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 
 from tests.services.gateway.fakes import FakeMesh
+from tokenloom.services.gateway.http.app import App, ClientAccess
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
+from tokenloom.services.gateway.openapi.route_table import ROUTES
 
 PAGE = "https://chat.example"
 PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
@@ -35,3 +39,15 @@ async def test_all_origins(socket_dir: Path) -> None:
         assert response.headers["access-control-allow-origin"] == "*"
         assert "x-request-id" in response.headers["access-control-expose-headers"]
         assert "access-control-allow-origin" not in (await http.get("/health")).headers
+
+
+def test_no_other_gateway_answers_a_call_of_files_or_batches() -> None:
+    async def answer(exchange: HttpExchange) -> None: ...
+
+    nothing = cast("Any", None)
+    app = App(dict.fromkeys(ROUTES, answer), ClientAccess(nothing, nothing, nothing, nothing), nothing, nothing)
+    given = {(method, pattern) for pattern, path in app._paths.items() for method in path.pure}
+    assert {("GET", "/v1/models"), ("GET", "/v1/responses/*"), ("POST", "/v1/chat/completions")} <= given
+    of_batches = {(route.method, route.pattern) for route in ROUTES if route.is_of_batches}
+    assert ("GET", "/v1/batches/*") in of_batches
+    assert not given & of_batches

@@ -57,8 +57,9 @@ async def answer(exchange: HttpExchange) -> None:
         while exchange.response.is_open:
             await exchange.write(b"a piece")
             await asyncio.sleep(0)
-    elif exchange.path == "/effects":
+    elif exchange.path in ("/effects", "/batches"):
         assert exchange.let_go is not None
+        exchange.stays = exchange.path == "/batches"
         exchange.let_go()
         await exchange.respond(200, str(TABLES[-1].num_held).encode())
     elif exchange.path == "/large":
@@ -308,6 +309,18 @@ async def test_a_connection_is_idle_again_after_requests_that_end_with_their_gat
             assert len(idle_ones(table)) == 1
             client.send(REQUEST)
             await received(client, b"POST")
+
+
+async def test_a_connection_stays_with_its_gateway_after_a_request_for_batches() -> None:
+    """Another gateway has other batches, and answered 404."""
+    async with serving() as (server, table):
+        table.port = port_of(server)
+        with socket.create_connection(("127.0.0.1", table.port)) as client:
+            client.setblocking(False)
+            for path, num_idle in ((b"/batches", 0), (b"/effects", 1), (b"/batches", 0)):
+                client.send(REQUEST.replace(b"/a", path))
+                await received(client, b"0")
+                assert len(idle_ones(table)) == num_idle
 
 
 async def test_a_connection_with_unsent_bytes_is_not_idle() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.campaign.layouts import layouts_of
 from tests.soak import shards
 
 
@@ -49,12 +50,15 @@ def test_only_missing_shards_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert shards.run(arguments) == 1
 
 
-@pytest.mark.parametrize("worker", ["hash", "model"])
+@pytest.mark.parametrize("worker", shards._WORKERS)
 def test_the_options_of_a_shard(worker: str) -> None:
     arguments = shards.parser().parse_args(["--results", "r", "--worker", worker, "--requests", "50"])
     options = shards.options_of(arguments, 7)
     assert (options.seed, options.requests, options.hold_connections, options.link_delay) == (7, 50, True, 0.02)
     assert (options.max_failed, options.max_refused, options.bfloat16) == (0, 0, worker == "model")
+    (split,) = layouts_of(options)
+    both = {"--batch-invariant", "--speculative-config"}
+    assert not both <= set(split.mesh.flags["engine"]), "no engine starts with both"
 
 
 def test_a_process_that_takes_too_much_memory_says_with_what_and_ends(tmp_path: Path) -> None:

@@ -67,7 +67,11 @@ class WorkerBackends:
 
     def title(self, backend: AttentionBackend) -> str:
         """Return what names a backend in ``numerics``. Two backends of a package may call themselves the same."""
-        return backend.name if self._plugged is None else f"{backend.name}-{self._option}"
+        if self._plugged is not None:
+            return f"{backend.name}-{self._option}"
+        # Other versions of a library may sum in another order.
+        library = LIBRARIES.get(backend.name)
+        return backend.name if library is None else f"{backend.name}-{library.version}"
 
 
 def _plugged_backend(config: EngineConfig) -> MakeBackend | None:

@@ -193,11 +193,15 @@ class AttentionLibrary:
 
     @property
     def is_installed(self) -> bool:
+        return bool(self.version)
+
+    @property
+    def version(self) -> str:
+        """Return the version that is installed; empty: none is."""
         try:
-            version(self.distribution)  # to look for a module would import the packages around it
+            return version(self.distribution)  # to look for a module would import the packages around it
         except PackageNotFoundError:
-            return False
-        return True
+            return ""
 
 
 LIBRARIES = {

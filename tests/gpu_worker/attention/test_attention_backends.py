@@ -2,13 +2,16 @@
 
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.gpu_worker.attention.steps import CPU, shape
+from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.gpu_worker.attention import cpu_backend
-from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.attention.attention_backends import WorkerBackends, make_attention_backend
+from tokenloom.gpu_worker.checkpoint import local_config
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -78,3 +81,12 @@ def test_unknown() -> None:
 def test_libraries_compute_on_gpus(name: str) -> None:
     with pytest.raises(ValueError, match=f"attention_backend {name} runs on a GPU where triton is installed, not on"):
         make_attention_backend(name, shape(2), 16, CPU)
+
+
+def test_numerics_name_the_version_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines with other versions of it may compute other logits."""
+    versions = {"flashinfer-python": "0.6.13", "flash-attn-4": "4.0.0b36"}
+    monkeypatch.setattr(local_config, "version", versions.__getitem__)
+    backends = WorkerBackends(EngineConfig(), CPU)
+    titles = [backends.title(SimpleNamespace(name=name)) for name in ("flashinfer", "flash-attn", "cpu")]
+    assert titles == ["flashinfer-0.6.13", "flash-attn-4.0.0b36", "cpu"]

@@ -61,12 +61,15 @@ def few_rows(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows, depth = tl.arange(0, 16), tl.arange(0, DEPTH)
     is_row, is_column = rows < num_rows, columns < outputs
-    found = tl.zeros([16, COLUMNS], tl.float32)
-    ups = tl.zeros([16, COLUMNS], tl.float32)
+    # With an activation the rows of the gates and then those of their ups, so that one product has both.
+    WIDTH: tl.constexpr = COLUMNS if KIND == "none" else 2 * COLUMNS
+    places = tl.arange(0, WIDTH)
+    parts = tl.program_id(0) * COLUMNS + places % COLUMNS + places // COLUMNS * outputs
+    is_part = tl.program_id(0) * COLUMNS + places % COLUMNS < outputs
+    found = tl.zeros([16, WIDTH], tl.float32)
     squares = tl.zeros([16, DEPTH], tl.float32)
     at_x = rows[:, None] * inputs + depth[None, :]
-    at_weight = columns.to(tl.int64)[:, None] * inputs + depth[None, :]
-    at_up = (columns + outputs).to(tl.int64)[:, None] * inputs + depth[None, :]
+    at_weight = parts.to(tl.int64)[:, None] * inputs + depth[None, :]
     for begin in tl.range(0, inputs, DEPTH):
         if EVEN:
             part = tl.load(x + at_x + begin, mask=is_row[:, None], other=0.0)
@@ -74,34 +77,23 @@ def few_rows(
                 squares += part.to(tl.float32) * part.to(tl.float32)
                 part = _weighted(part, tl.load(norm + begin + depth), shift)
             matrix = tl.load(weight + at_weight + begin, eviction_policy="evict_first").to(part.dtype)
-            if KIND != "none":
-                other = tl.load(weight + at_up + begin, eviction_policy="evict_first").to(part.dtype)
-                ups = tl.dot(part, tl.trans(other), ups, input_precision="ieee")
         else:
             is_deep = (depth + begin < inputs)[None, :]
             part = tl.load(x + at_x + begin, mask=is_row[:, None] & is_deep, other=0.0)
             if HAS_NORM:
                 squares += part.to(tl.float32) * part.to(tl.float32)
                 part = _weighted(part, tl.load(norm + begin + depth, mask=depth + begin < inputs, other=0.0), shift)
-            matrix = tl.load(weight + at_weight + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
-            if KIND != "none":
-                other = tl.load(weight + at_up + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
-                ups = tl.dot(part, tl.trans(other), ups, input_precision="ieee")
+            matrix = tl.load(weight + at_weight + begin, mask=is_part[:, None] & is_deep, other=0.0).to(part.dtype)
         found = tl.dot(part, tl.trans(matrix), found, input_precision="ieee")
     if HAS_NORM:
         # After the product: reading the rows for their norm first would hold up the weights.
-        factor = tl.rsqrt(tl.sum(squares, 1) / inputs + eps)[:, None]
-        found *= factor
-        ups *= factor
+        found *= tl.rsqrt(tl.sum(squares, 1) / inputs + eps)[:, None]
     if HAS_SCALES:
-        found *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
-        if KIND != "none":
-            ups *= tl.load(scales + outputs + columns, mask=is_column, other=0.0)[None, :]
+        found *= tl.load(scales + parts, mask=is_part, other=0.0)[None, :]
     if HAS_BIAS:
-        found += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        found += tl.load(bias + parts, mask=is_part, other=0.0).to(tl.float32)[None, :]
     if KIND != "none":
-        if HAS_BIAS:
-            ups += tl.load(bias + outputs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        found, ups = tl.split(tl.permute(tl.reshape(found, (16, 2, COLUMNS)), (0, 2, 1)))
         # Rounded as the product, the activation and the product with the ups are when they are three operations.
         dtype = x.dtype.element_ty
         active = activate(found.to(dtype).to(tl.float32), KIND).to(dtype).to(tl.float32)

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+# The first test of each capability compiles all kernels for it, which takes minutes on two cores.
+pytestmark = pytest.mark.timeout(1800)
 # Weights of 4 and 8 bits that become the first factor in registers come 8 bytes at a time, a thread's part of it.
 CASES = {
     "decode": {"loads": "LDGSTS.128", "products": "HMMA"},
@@ -115,8 +117,12 @@ def test_weights_and_kv_are_loaded_16_bytes_at_a_time_and_multiplied_by_tensor_c
     for code in streaming:
         instructions = code["instructions"]
         assert instructions[CASES[case]["loads"]] >= 8, code
-        assert instructions[CASES[case]["products"]] >= 1, code
-        assert not {name for name in instructions if name.startswith(("LDG.U", "LDG.8", "LDG.16", "LDGSTS.U"))}, code
+        assert instructions.keys() & {"HMMA", "HGMMA"}, code
+        narrow = {name for name in instructions if name.startswith(("LDG.U", "LDG.8", "LDG.16", "LDGSTS.U"))}
+        # A turn reads 128 weights of a norm, one for each thread.
+        assert narrow <= ({"LDG.U16"} if "with a norm" in case else set()), code
+    # The first programs of a step with prompts compute these, and others its decodes, by the narrow instruction.
+    assert streaming[0]["instructions"][CASES[case]["products"]] >= 1, streaming[0]
 
 
 @pytest.mark.parametrize("case", ["add and norm", "rotation", "gate", "block copy"])

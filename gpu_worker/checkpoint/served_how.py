@@ -34,7 +34,7 @@ from .draft_config import (
     refuse_states,
 )
 from .encoder_config import EncoderConfig, check_parts, read_encoder_config
-from .files.architectures import ARCHITECTURES, BUILT_IN, ENCODERS, WITHOUT_MODULES, is_encoder
+from .files.architectures import ARCHITECTURES, BUILT_IN, ENCODERS, LEARNED_POSITIONS, WITHOUT_MODULES, is_encoder
 from .files.config_reader import (
     IS_CAUSAL,
     UnsupportedError,
@@ -203,6 +203,14 @@ def check_plugged(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"{NO_ADAPTERS}; its architecture is not supported")
     if config.speculative is not None:
         _check_drafts(config, Path(config.worker.model), ServedHow("plugin", model))
+
+
+def divides_kv(config: ModelConfig) -> bool:
+    """Return whether the layers of a model can divide keys and values by the numbers of a checkpoint: not those with
+    compressed vectors, those that use the keys of another layer, and those whose norm has no weights and comes behind
+    the rotation (Llama 4): it would undo the division of keys."""
+    is_plain = config.latent is None and not config.kv_sources and not config.traits.is_interleaved
+    return is_plain and config.family not in LEARNED_POSITIONS
 
 
 def chosen_impl(config: EngineConfig) -> str:

@@ -20,7 +20,7 @@ from .directory_source import DirectorySource
 from .files.config_reader import weight_files
 from .files.quantized_weight import PackedWeight, fill_rows, take_part
 from .gguf.source import GgufSource
-from .quantization.entries import Scheme
+from .quantization.entries import Scheme, check_kv_scale
 
 
 class Linear(Protocol):
@@ -294,8 +294,7 @@ class Checkpoint:
             return 1.0
         stored = self._source.read(found, ())
         scale = float(stored) if isinstance(stored, Tensor) and stored.numel() == 1 else math.nan
-        if not 0.0 < scale < math.inf:
-            raise ValueError(f"{found} must be one positive number, by which keys or values of a layer are divided")
+        check_kv_scale(found, scale)
         return scale
 
     def part(self, name: str, outputs: Dimension, inputs: Dimension) -> LayerPart:

@@ -22,7 +22,7 @@ from ..checkpoint.local_config import local_config
 from ..checkpoint.mixer_config import with_prompts
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.quantization.entries import Fp8
-from ..checkpoint.served_how import ServedHow, check_dummy, choose, names_class
+from ..checkpoint.served_how import ServedHow, check_dummy, choose, divides_kv, names_class
 from ..checkpoint.weights import Adapt, Checkpoint, RenamedSource, WeightSource, open_files
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
@@ -132,7 +132,7 @@ def load_model(
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
         checkpoint.host_room = host_room
-        if kv_cache_dtype == "fp8" and _scales_kv(config):
+        if kv_cache_dtype == "fp8" and divides_kv(config):
             config = replace(config, scales_kv=checkpoint.has_kv_scales)
         model: LanguageModel
         if plugged is not None and plugged.model is not None:
@@ -152,14 +152,6 @@ def load_model(
     if quantization is not None and device.type != "meta":
         report_share(checkpoint.rounded, quantization)
     return model
-
-
-def _scales_kv(config: ModelConfig) -> bool:
-    """Return whether the layers of a model can divide keys and values by the numbers of a checkpoint: not those with
-    compressed vectors, those that use the keys of another layer, and those whose norm has no weights and comes behind
-    the rotation (Llama 4): it would undo the division of keys."""
-    is_plain = config.latent is None and not config.kv_sources and not config.traits.is_interleaved
-    return is_plain and config.family not in LEARNED_POSITIONS
 
 
 def _laid_out(config: ModelConfig, ranks: Ranks, ops: Ops | None) -> ModelConfig:
@@ -285,7 +277,7 @@ class ModelLoader:
         found = self._choose(path)
         if isinstance(found.config, ModelConfig):
             own = _laid_out(found.config, self.ranks, self.ops)
-            if self.kv_cache_dtype != "fp8" or not _scales_kv(own):
+            if self.kv_cache_dtype != "fp8" or not divides_kv(own):
                 return own
             cpu = torch.device("cpu")
             with Checkpoint(path, own.dtype, cpu, own.scheme, source=self.source(path, own, cpu)) as checkpoint:

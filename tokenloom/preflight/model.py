@@ -15,11 +15,14 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     architecture_of,
     is_pickled,
     read_header,
+    read_number,
     weight_files,
 )
 from tokenloom.gpu_worker.checkpoint.files.text_part import text_entries, text_tensor
 from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
-from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
+from tokenloom.gpu_worker.checkpoint.quantization.entries import check_kv_scale, reads_kv_scale
+from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, divides_kv, served_how
 from tokenloom.model_files.sentence_texts import read_modules
 from tokenloom.model_files.tokenizer_json import can_make_tokenizer, check_sentence_piece, has_byte_level_files
 from tokenloom.services.engine.records.engine_settings import may_find_gpu
@@ -48,6 +51,7 @@ def check_checkpoint(path: Path, options: EngineConfig | None = None) -> ServedH
         raise CannotServe(f"{error}: {_AGAIN}") from None
     if options.worker.load_format == "auto":
         check_weights(path, config)
+        _check_kv_scales(path, found, options)
         if options.worker.runner != "generate":
             _check_modules(path)
     check_tokenizer(path, config)
@@ -204,6 +208,26 @@ def check_weights(path: Path, config: Mapping[str, Any]) -> None:
             _check_pickled(file)
         else:
             _check_embeddings(path, file, _read_header(file), config)
+
+
+def _check_kv_scales(path: Path, found: ServedHow, options: EngineConfig) -> None:
+    """Check the numbers by which a quantized checkpoint divides keys and values, where they are read. Raises
+    `CannotServe`."""
+    model = found.config
+    if options.cache.dtype != "fp8" or not isinstance(model, ModelConfig) or model.scheme is None:
+        return
+    if not divides_kv(model):
+        return
+    for file in weight_files(path):
+        header = {} if is_pickled(file) else _read_header(file)
+        for name in header:
+            if not reads_kv_scale(name) or text_tensor(name) is None:
+                continue
+            number = read_number(file, header[name])
+            try:
+                check_kv_scale(name, 1.0 if number is None else number)
+            except ValueError as error:
+                raise CannotServe(f"{file}: {error}") from None
 
 
 def _check_modules(path: Path) -> None:

@@ -2,6 +2,7 @@
 their headers. It does not import torch."""
 
 import json
+import math
 import pickletools
 import re
 import struct
@@ -370,6 +371,25 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     if size < needed:
         raise NoWeights(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}")
     return header
+
+
+_NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e"}
+
+
+def read_number(file: Path, entry: Mapping[str, Any]) -> float | None:
+    """Return the only element of a tensor in a safetensors file; NaN: it has none, or several; None: it has a dtype
+    that is not read here. ``entry``: the tensor's, of :func:`read_header`."""
+    dtype, (begin, end) = entry.get("dtype"), entry["data_offsets"]
+    with file.open("rb") as stream:
+        stream.seek(8 + struct.unpack("<Q", stream.read(8))[0] + begin)
+        stored = stream.read(min(end - begin, 16))
+    if dtype == "BF16":
+        dtype, stored = "F32", b"\0\0" + stored
+    if dtype not in _NUMBERS:
+        return None
+    form = _NUMBERS[dtype]
+    number: float = struct.unpack(form, stored)[0] if len(stored) == struct.calcsize(form) else math.nan
+    return number
 
 
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}

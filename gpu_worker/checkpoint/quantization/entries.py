@@ -6,6 +6,7 @@ unpacks its tensors is a module of its own beside this one, with a row in ``dire
 take it refuses with ``reader.error``, which names entry, wanted and found value: preflight and engine then both say so.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,3 +330,23 @@ def scheme_for_modules(path: Path) -> Scheme | None:
     if isinstance(scheme, Mxfp4):
         raise reader.error(ENTRY, "is mxfp4, which transformers' modules do not compute here: choose model_impl auto")
     return scheme
+
+
+_READ_KV_SCALE = re.compile(r".+\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)")
+_LEAST_KV_SCALE, _LARGEST_KV_SCALE = 2.0**-126, 2.0**127
+"""Of numbers that float32 has exactly, as has it what they become: the next power of two and its inverse."""
+
+
+def reads_kv_scale(name: str) -> bool:
+    """Return whether a tensor may be one by which keys or values are divided in a cache of 8-bit floats."""
+    return _READ_KV_SCALE.fullmatch(name) is not None
+
+
+def check_kv_scale(name: str, scale: float) -> None:
+    """Raise ``ValueError`` if keys or values cannot be divided by the only number of the tensor ``name``; NaN: it has
+    none, or several."""
+    if not _LEAST_KV_SCALE <= scale <= _LARGEST_KV_SCALE:
+        raise ValueError(
+            f"{name} must be one positive number of a float32, by which keys or values of a layer are divided; with "
+            "kv_cache_dtype auto it is not read"
+        )

@@ -7,15 +7,20 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests.gpu_worker.checkpoint.gguf.files import write_demo
+from tests.gpu_worker.checkpoint.quantization import formats
+from tests.gpu_worker.checkpoint.quantization.test_schemes import FORMATS
 from tests.tokenloom.preflight.odd_checkpoints import CONFIG, good
 from tokenloom.cli.main import app
-from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.preflight import model
 from tokenloom.preflight.model import answer, check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.services.engine.records import engine_settings
@@ -113,3 +118,36 @@ def test_workers_on_ray_may_have_gpus_that_this_machine_has_not(option: str, mon
     on_cpus = EngineConfig(worker=replace(worker, device="cpu"), parallel=replace(ParallelConfig(), **{option: "ray"}))
     with pytest.raises(CannotServe, match="on a GPU only"):
         answer(DEMO_MODEL, on_cpus)
+
+
+WRONG = {
+    "zero": torch.tensor(0.0, dtype=torch.bfloat16),
+    "negative": torch.tensor([-1.0], dtype=torch.float16),
+    "not a number": torch.tensor(float("nan")),
+    "infinite": torch.tensor(float("inf"), dtype=torch.bfloat16),
+    "beyond float32": torch.tensor(1e300, dtype=torch.float64),
+    "several": torch.ones(2),
+    "none": torch.ones(0),
+}
+RIGHT = {str(dtype): torch.tensor([0.25], dtype=dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("name", [*WRONG, *RIGHT])
+@pytest.mark.parametrize("part", ["v_scale", "k_proj.output_scale", "kv_scale"])
+def test_numbers_that_cannot_divide_keys_or_values_are_named_before_a_start(
+    part: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "may_find_gpu", lambda options: True)
+    path, _ = formats.write(tmp_path, *FORMATS["fp8, by tensor"])
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (path / file).write_bytes((DEMO_MODEL / file).read_bytes())
+    stored, number = f"model.layers.1.self_attn.{part}", {**WRONG, **RIGHT}[name]
+    save_file(load_file(path / "model.safetensors") | {stored: number}, path / "model.safetensors")
+    check_checkpoint(path, EngineConfig())  # which does not read them
+    options = EngineConfig(cache=CacheConfig(dtype="fp8"))
+    if name in RIGHT:
+        check_checkpoint(path, options)
+        return
+    wanted = f"model.safetensors: {stored} must be one positive number of a float32, by which keys or values"
+    with pytest.raises(CannotServe, match=re.escape(wanted)):
+        check_checkpoint(path, options)

@@ -605,8 +605,12 @@ class ModelWorker:
             # No recording has what stands beside prompts, or keeps states of layers, and a graph of a GPU holds no
             # exchange with other GPUs.
             return None
-        most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
-        return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
+        options, most_tokens = self._config.worker, self._config.scheduler.max_num_batched_tokens
+        # With a window in every layer no layer reads them.
+        shares = not options.disable_cascade_attn and None in self._kv_config.sliding_windows
+        return make_recorded_steps(
+            self._backend, self._platform, batch, most_tokens, eager=options.enforce_eager, shares=shares
+        )
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         return self._backends.make(model_config, self._ranks.group)

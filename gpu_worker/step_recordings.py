@@ -51,6 +51,7 @@ def make_recorded_steps(
     most_tokens: int,
     *,
     eager: bool,
+    shares: bool = False,
 ) -> StepRecordings | None:
     """Return what computes steps with one copy and graphs on a GPU, or from recordings of kernel calls on a CPU; None:
     the backend's steps are computed as ever.
@@ -59,13 +60,14 @@ def make_recorded_steps(
         batch: Whose steps they are.
         most_tokens: Of a step.
         eager: Whether no step is recorded. On a GPU it costs one copy nevertheless.
+        shares: Whether requests of a GPU's decode step may read the keys together that they share.
     """
     tools = platform.make_step_tools()
     if tools is not None:
         from .cuda.device_steps import make_device_steps
 
         capture = None if eager else platform.make_capture()
-        return make_device_steps(backend, batch, most_tokens, platform.device, tools, capture)
+        return make_device_steps(backend, batch, most_tokens, platform.device, tools, capture, shares=shares)
     if eager:
         return None
     table = batch.block_table

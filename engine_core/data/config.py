@@ -209,6 +209,13 @@ class WorkerConfig(Struct, frozen=True):
         "Compute every step operation by operation; by default a CPU runs decode steps from recordings of their kernel "
         "calls, and a GPU from graphs, which gives the same tokens sooner.",
     ] = False
+    disable_cascade_attn: Annotated[
+        bool,
+        "Let every request of a GPU's decode step read all of its keys. With false, requests that begin with the same "
+        "cached blocks read these together where that pays by counting: in steps that Triton's attention computes from "
+        "graphs, of which there is then a second one for each size from 8 requests on. It has not been measured on a "
+        "GPU. A CPU reads such blocks once in any case.",
+    ] = True
     batch_invariant: Annotated[
         bool,
         "Give the logits and log probabilities of a request the same bits whatever else is in the batch, however its "

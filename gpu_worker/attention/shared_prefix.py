@@ -1,16 +1,18 @@
-"""Finds the requests of a step that begin with the same blocks, so that attention reads those blocks once for all."""
+"""Finds the requests of a step that begin with the same blocks, so that attention reads those blocks once for all, and
+lists for the programs of a GPU which keys each of them reads."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from .attention_backend import IntArray
+from .attention_backend import AttentionPlan, DeviceBackend, IntArray, PlanTensors
 
 _FEWEST_TOKENS = 128
-"""Below this length merging costs about as much as sharing saves."""
+"""Below this length merging costs a CPU about as much as sharing saves."""
 
 Int32s = npt.NDArray[np.int32]
 
@@ -86,9 +88,15 @@ def _goes_on(old_lens: IntArray, old_tables: IntArray, seq_lens: IntArray, table
 
 
 def find_shared_prefixes(
-    query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, block_size: int, fewest_members: int
+    query_lens: IntArray,
+    seq_lens: IntArray,
+    block_tables: IntArray,
+    block_size: int,
+    fewest_members: int,
+    fewest_tokens: int = _FEWEST_TOKENS,
 ) -> SharedPrefixes:
-    """Find the groups of at least ``fewest_members``, two or more, among requests with one query each.
+    """Find the groups of at least ``fewest_members``, two or more, among requests with one query each, that share at
+    least ``fewest_tokens``.
 
     The other arguments are those of a plan.
     """
@@ -101,7 +109,7 @@ def find_shared_prefixes(
         [
             _Group(group.members, group.length * block_size)
             for group in groups
-            if group.length * block_size >= _FEWEST_TOKENS
+            if group.length * block_size >= fewest_tokens
         ]
     )
 
@@ -123,3 +131,69 @@ def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntAr
             parts = _split(members, whole.length, full_blocks, tables, fewest)
             found += parts if sum(part.saved for part in parts) > whole.saved else [whole]
     return found
+
+
+class SharedRoom(NamedTuple):
+    """Says how many entries, of four numbers each, stand in a GPU's list before those of the requests' own keys."""
+
+    programs: int
+    """Of :func:`..kernels.triton.paged_attention.attend_shared`."""
+    members: int
+    """The requests of these programs, four to an entry."""
+    requests: int
+    """What each request of the step shares."""
+
+    @classmethod
+    def of(cls, requests: int, queries: int, most_parts: int, fewest_members: int) -> Self:
+        """Return the room for any step of so many requests. ``queries``: of a program; ``most_parts``: how many parts
+        of keys there are at most beyond one for each set of queries."""
+        # The last program of each group may lack all queries but one.
+        sets = (requests + requests // fewest_members * (queries - 1)) // queries
+        return cls(sets + most_parts, -(-sets * queries // 4), requests)
+
+
+def shared_entries(
+    prefixes: SharedPrefixes, queries: int, split: Callable[[IntArray], IntArray], room: SharedRoom
+) -> Int32s:
+    """Return what the programs of a GPU that read the keys of these groups do, [entries of ``room``, 4].
+
+    ``queries``: of a program. ``split``: into how many parts keys of such lengths are split.
+    """
+    sizes = np.diff(prefixes.starts)
+    sets = -(-sizes // queries)  # of queries that a program has, in each group
+    first_sets = np.repeat(np.cumsum(sets) - sets, sizes)
+    places = np.arange(len(prefixes.members)) - np.repeat(prefixes.starts[:-1], sizes) + first_sets * queries
+    lengths = np.repeat(prefixes.lengths, sets)
+    parts = split(lengths)
+    first_programs = np.cumsum(parts) - parts
+    set_of = np.repeat(np.arange(len(parts)), parts)
+    count = len(set_of)
+    programs = np.full((room.programs, 4), -1, dtype=np.int32)
+    programs[:count, 0], programs[:count, 1] = set_of * queries, lengths[set_of]
+    programs[:count, 2], programs[:count, 3] = np.arange(count) - first_programs[set_of], parts[set_of]
+    members = np.full(4 * room.members, -1, dtype=np.int32)
+    members[places] = prefixes.members
+    shares = np.zeros((room.requests, 4), dtype=np.int32)
+    set_of_member = places // queries
+    columns = (lengths[set_of_member], first_programs[set_of_member], parts[set_of_member], places % queries)
+    shares[prefixes.members] = np.stack(columns, axis=1)
+    return np.concatenate((programs, members.reshape(-1, 4), shares))
+
+
+@runtime_checkable
+class SharingBackend(DeviceBackend, Protocol):
+    """Also makes plans in which requests that decode read the keys together that they share, in layers that see all
+    tokens."""
+
+    def find_shared(self, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes | None:
+        """Return what requests that each decode a token share, if reading it together pays; None: it does not."""
+
+    def shared_room(self, requests: int) -> SharedRoom | None:
+        """Return the room in the list of a step of so many requests; None: too few to share anything."""
+
+    def shared_work(self, prefixes: SharedPrefixes, seq_lens: IntArray, room: SharedRoom) -> Int32s:
+        """Return the list of a step: what ``room`` names, and then the entries of the requests' own keys, as many as
+        :meth:`DeviceBackend.room` says at most."""
+
+    def shared_plan_of(self, tensors: PlanTensors, room: SharedRoom) -> AttentionPlan:
+        """Return a plan of arrays that are on the device, as :meth:`DeviceBackend.plan_of` does, with such a list."""

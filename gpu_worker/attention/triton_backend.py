@@ -1,6 +1,6 @@
 """Computes attention with the Triton kernel: one launch a layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +12,27 @@ from ..device.device_link import copy_packed
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton import launch, power_of_2
 from ..kernels.triton.kv_cache import write_kv
-from ..kernels.triton.paged_attention import attend
+from ..kernels.triton.paged_attention import attend, attend_shared
 from .attention_backend import FP8_KV, AttentionPlan, IntArray, KVCache, PlanTensors, ScoreRule, WorkList
 from .cache import LocalBackend, token_rows
+from .shared_prefix import SharedPrefixes, SharedRoom, find_shared_prefixes, shared_entries
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H100: enough loads are in flight to use its memory's speed."""
 _MOST_PARTS = 32
 _LEAST_KEYS = 64
 """Keys of a part: a tile."""
+FEWEST_SHARING = 8
+"""Fewer requests do not read their common keys together."""
+_FEWEST_SHARED = 256
+"""Tokens: fewer common keys are not read together."""
+_LEAST_SAVED = 16 << 20
+"""Bytes of a layer: 5 µs of an H100's memory. A call within a graph takes 1 to 3 µs, and so does merging."""
+
+
+_WARPS_AND_STAGES = {8: (8, 2)}
+"""Of programs of 64 rows and heads of 256, by the first number of a GPU's compute capability; others have 4 and 3. They
+need nearly all registers: with 4 warps an A100 spills, with two stages an H100, with 8 warps a B200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +48,14 @@ class ProgramShape:
     """Tiles that are loaded ahead, counting the one that is computed."""
 
 
-def program_shape(most_queries: int, group: int, padded_head: int, dtype: torch.dtype) -> ProgramShape:
+def program_shape(
+    most_queries: int, group: int, padded_head: int, dtype: torch.dtype, generation: int = 0
+) -> ProgramShape:
     """Choose the shape for a step whose requests have at most ``most_queries`` queries each.
 
     Decodes wait for memory: one matrix instruction of 16 rows is enough. Longer queries take the tensor cores' wide
-    instruction, which has 64 rows for each 4 warps. ``group``: query heads that share a KV head.
+    instruction, which has 64 rows for each 4 warps. ``group``: query heads that share a KV head. ``generation``: as
+    :func:`generation_of` returns it.
     """
     if dtype == torch.float32:  # without tensor cores; a tile of keys takes twice the memory
         return ProgramShape(power_of_2(group, 16), 16 if padded_head > 128 else 32, 4, 2)
@@ -49,9 +64,36 @@ def program_shape(most_queries: int, group: int, padded_head: int, dtype: torch.
         return ProgramShape(16, tile, 4, 3)
     if most_queries == 1:
         return ProgramShape(power_of_2(group), tile, 4, 3)
-    rows, warps, stages = (64, 4, 2) if padded_head > 128 else (128, 8, 3)
+    rows, (warps, stages) = (64, _WARPS_AND_STAGES.get(generation, (4, 3))) if padded_head > 128 else (128, (8, 3))
     # At least one query with all of its heads: a program of fewer rows than these would compute none.
     return ProgramShape(power_of_2(group, rows), tile, warps, stages)
+
+
+def shared_shape(group: int, padded_head: int, dtype: torch.dtype, generation: int = 0) -> ProgramShape:
+    """Choose the shape of programs that compute queries of several requests over keys that these share."""
+    if dtype == torch.float32:
+        return program_shape(1, group, padded_head, dtype)
+    # The rows of one wide instruction for 4 warps, so that a few requests waste few of them.
+    tile, (warps, stages) = (32, _WARPS_AND_STAGES.get(generation, (4, 3))) if padded_head > 128 else (64, (4, 3))
+    return ProgramShape(power_of_2(group, 64), tile, warps, stages)
+
+
+def generation_of(device: torch.device) -> int:
+    """Return the first number of a GPU's compute capability; 0 for other devices."""
+    is_on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device)[0] if is_on_gpu else 0
+
+
+def is_worth_sharing(prefixes: SharedPrefixes, queries: int, token_bytes: int) -> bool:
+    """Return whether reading the common keys of these groups for ``queries`` requests at a time saves more than another
+    call in each layer costs.
+
+    ``token_bytes``: of keys and values of a token in a layer. It counts what all requests would read, although a GPU's
+    cache may hold some of it.
+    """
+    sizes = np.diff(prefixes.starts)
+    fewer = sizes + sizes // -queries  # reads: one for each program instead of one for each request
+    return int((fewer * prefixes.lengths.astype(np.int64)).sum()) * token_bytes >= _LEAST_SAVED
 
 
 def key_parts(seq_lens: IntArray, num_kv_heads: int) -> IntArray:
@@ -111,11 +153,15 @@ class TritonBackend(LocalBackend):
         self.num_kv_heads = config.num_kv_heads
         self.group = config.num_heads // config.num_kv_heads
         """How many query heads share a KV head."""
+        self._token_bytes = 2 * config.num_kv_heads * config.cache_head_size * config.kv_dtype.itemsize
+        self._padded_head = power_of_2(config.cache_head_size, 16)
+        self._generation = generation_of(device)
+        self.shared_shape = shared_shape(self.group, self._padded_head, config.dtype, self._generation)
         self._counters: list[Tensor] = []
 
     def shape(self, most_queries: int) -> ProgramShape:
         """Return the shape of the programs of a step whose requests have at most so many queries each."""
-        return program_shape(most_queries, self.group, power_of_2(self._config.cache_head_size, 16), self._config.dtype)
+        return program_shape(most_queries, self.group, self._padded_head, self._config.dtype, self._generation)
 
     def can_split(self, shape: ProgramShape) -> bool:
         """Return whether programs of this shape compute parts of keys: those of decodes. Others have so many queries
@@ -139,6 +185,31 @@ class TritonBackend(LocalBackend):
         padding = np.full((max(0, room - len(wide)), 4), -1, dtype=np.int32)
         narrow = work_entries(decoding.astype(np.int64), 1, parts)
         return WorkList(np.concatenate((wide, padding, narrow)), len(wide) + len(padding))
+
+    def shared_room(self, requests: int) -> SharedRoom | None:
+        if requests < FEWEST_SHARING:
+            return None
+        return SharedRoom.of(requests, self._sharing_queries, most_parts(self.num_kv_heads), FEWEST_SHARING)
+
+    @property
+    def _sharing_queries(self) -> int:
+        return self.shared_shape.rows // self.group
+
+    def find_shared(self, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes | None:
+        if len(seq_lens) < FEWEST_SHARING:
+            return None
+        step = (np.ones(len(seq_lens), dtype=np.int32), seq_lens, block_tables)
+        found = find_shared_prefixes(*step, self.block_size, FEWEST_SHARING, _FEWEST_SHARED)
+        return found if is_worth_sharing(found, self._sharing_queries, self._token_bytes) else None
+
+    def shared_work(self, prefixes: SharedPrefixes, seq_lens: IntArray, room: SharedRoom) -> npt.NDArray[np.int32]:
+        shared = shared_entries(prefixes, self._sharing_queries, self._split, room)
+        own = seq_lens.astype(np.int64)
+        own[prefixes.members] -= np.repeat(prefixes.lengths, np.diff(prefixes.starts))
+        return np.concatenate((shared, work_entries(np.ones(len(own), dtype=np.int64), 1, self._split(own))))
+
+    def _split(self, lengths: IntArray) -> IntArray:
+        return key_parts(lengths, self.num_kv_heads)
 
     def counters(self, count: int) -> Tensor:
         """Return ``count`` zeros, int32, on the device, which every launch leaves as zeros."""
@@ -169,6 +240,20 @@ class TritonBackend(LocalBackend):
     ) -> AttentionPlan:
         return TritonPlan(self, tensors, self.shape(most_queries), num_wide)
 
+    def shared_plan_of(self, tensors: PlanTensors, room: SharedRoom) -> AttentionPlan:
+        programs, members, requests, own = torch.split(tensors.work, [*room, len(tensors.work) - sum(room)])
+        return SharedPlan(TritonPlan(self, replace(tensors, work=own), self.shape(1), 0), programs, members, requests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Holds what programs found in shared keys, for those that merge it with what they find in a request's own."""
+
+    shares: Tensor
+    partial: Tensor
+    sums: Tensor
+    rows: int
+
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
@@ -196,8 +281,21 @@ class TritonPlan:
         self._launch(query, kv_cache, rule, out, self.backend.shape(1), work[num_wide:])
         return out
 
+    def attend_own(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule, shared: _Found) -> Tensor:
+        """Compute a step that only decodes over the keys that its requests do not share."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self._launch(query, kv_cache, rule, out, self.backend.shape(1), self.tensors.work, shared)
+        return out
+
     def _launch(
-        self, query: Tensor, kv_cache: KVCache, rule: ScoreRule, out: Tensor, shape: ProgramShape, work: Tensor
+        self,
+        query: Tensor,
+        kv_cache: KVCache,
+        rule: ScoreRule,
+        out: Tensor,
+        shape: ProgramShape,
+        work: Tensor,
+        shared: _Found | None = None,
     ) -> None:
         """Compute some entries of the list by programs of one shape."""
         (_, num_heads, head), num_entries, num_kv_heads = query.shape, len(work), kv_cache.shape[2]
@@ -224,6 +322,7 @@ class TritonPlan:
             tensors.block_tables,
             query if rule.sinks is None else rule.sinks,
             work if limits is None else limits,
+            *((work, out, out) if shared is None else (shared.shares, shared.partial, shared.sums)),
             rule.scale,
             rule.softcap or 0.0,
             rule.sliding_window or 0,
@@ -242,9 +341,73 @@ class TritonPlan:
             HAS_SOFTCAP=rule.softcap is not None,
             HAS_SINKS=rule.sinks is not None,
             HAS_LIMITS=limits is not None,
+            SHARED_ROWS=0 if shared is None else shared.rows,
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlan:
+    """Fulfils :class:`~.attention_backend.AttentionPlan` for a step that only decodes, with keys that are read once for
+    several requests: in layers that see all tokens."""
+
+    own: TritonPlan
+    """Over the entries of the requests' own keys."""
+    programs: Tensor
+    """The parts of the list, as ``shared_prefix.SharedRoom`` names them."""
+    members: Tensor
+    requests: Tensor
+
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        return self.own.slots_of(kv_cache)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
+        self.own.write_kv(key, value, kv_cache)
+
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
+        if rule.sliding_window is not None:
+            # The list of own keys divides all that a window sees as well: what is shared lies before most windows, and
+            # blocks there may be another request's by now.
+            return self.own.attend(query, kv_cache, rule)
+        query = token_rows(query)
+        return self.own.attend_own(query, kv_cache, rule, self._shared(query, kv_cache, rule))
+
+    def _shared(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> _Found:
+        """Compute what all requests find in shared keys."""
+        (_, num_heads, head), num_kv_heads = query.shape, kv_cache.shape[2]
+        backend, tensors, padded_head = self.own.backend, self.own.tensors, power_of_2(kv_cache.shape[4], 16)
+        shape = backend.shared_shape
+        cells = (len(self.programs), num_kv_heads, shape.rows)
+        partial = torch.empty((*cells, padded_head), device=query.device)
+        sums = torch.empty((*cells, 2), device=query.device)
+        launch(
+            attend_shared,
+            (len(self.programs), num_kv_heads),
+            query,
+            *kv_cache.unbind(),
+            partial,
+            sums,
+            self.programs,
+            self.members,
+            tensors.block_tables,
+            rule.scale,
+            rule.softcap or 0.0,
+            query.stride(0),
+            tensors.block_tables.stride(0),
+            num_kv_heads,
+            GROUP=num_heads // num_kv_heads,
+            HEAD=head,
+            CACHE_HEAD=kv_cache.shape[4],
+            PADDED_HEAD=padded_head,
+            BLOCK=backend.block_size,
+            ROWS=shape.rows,
+            TILE=shape.tile,
+            HAS_SOFTCAP=rule.softcap is not None,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+        return _Found(self.requests, partial, sums, shape.rows)
 
 
 def write_rows(key: Tensor, value: Tensor, kv_cache: KVCache, slots: Tensor) -> None:

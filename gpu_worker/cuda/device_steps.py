@@ -184,8 +184,7 @@ class DeviceSteps:
     ) -> None:
         """``batch``: whose steps these are; ``most_tokens``: of a step; ``capture``: None: there are no graphs."""
         self._most_requests = requests = min(batch.max_num_seqs, most_tokens)
-        entries = max(sum(plans.room(tokens, requests)) for tokens in (1, most_tokens))
-        most = StepSize(most_tokens, requests, entries)
+        most = StepSize(most_tokens, requests, plans.most_entries(most_tokens, requests))
         self._plans = plans
         self._device = device
         self._kernels = tools.kernels
@@ -251,9 +250,12 @@ class DeviceSteps:
         if self._graphs is not None and has_graph:
             size = self._graphs.size_for(num_tokens, num_requests, is_decode=is_decode)
         most_queries = size.step.tokens if size is not None and not is_decode else int(query_lens.max(initial=1))
-        work, num_wide = self._plans.work(
-            query_lens, inputs.seq_lens, most_queries, 0 if size is None else size.num_wide
-        )
+        if is_decode and size is not None and (shared := self._shared_work(inputs)) is not None:
+            (size, work), num_wide = shared, 0
+        else:
+            work, num_wide = self._plans.work(
+                query_lens, inputs.seq_lens, most_queries, 0 if size is None else size.num_wide
+            )
         sent = self._send(inputs, work, None if is_decode else _logit_rows(inputs), size)
         exact = StepSize(num_tokens, num_requests, len(work))
         self._prepare(sent, exact if size is None else size.step)
@@ -275,6 +277,18 @@ class DeviceSteps:
         if logits is None:
             logits = _logits(model, hidden, sent.get("logit rows"))
         return hidden, logits
+
+    def _shared_work(self, inputs: StepInputs) -> tuple[GraphSize, npt.NDArray[np.int32]] | None:
+        """Return the graph and the list of a step that decodes, if its requests read shared keys together; None: they
+        do not."""
+        prefixes = self._plans.find_shared(inputs.seq_lens, inputs.block_tables)
+        if prefixes is None:
+            return None
+        assert self._graphs is not None, "the step has a graph"
+        size = self._graphs.shared_size(len(inputs.rows))
+        if size is None or size.shared is None:
+            return None
+        return size, self._plans.shared_work(prefixes, inputs.seq_lens, size.shared)
 
     def _lays_out(self, model: LanguageModel, states: StatePlan) -> bool:
         """Return whether decodes of a model whose layers keep a state have graphs, and make what these read."""
@@ -367,11 +381,14 @@ def make_device_steps(
     device: torch.device,
     tools: StepTools,
     capture: Capture | None,
+    *,
+    shares: bool = False,
 ) -> DeviceSteps | None:
     """Return what computes the steps of a device, see :class:`DeviceSteps`; None: the backend's plans keep on the host
-    what differs between steps."""
+    what differs between steps. ``shares``: whether requests may read shared keys together, where graphs are."""
     every = backend.parts if isinstance(backend, GroupedBackend) else [backend]
     parts = [part for part in every if isinstance(part, DeviceBackend)]
     if len(parts) < len(every):
         return None
-    return DeviceSteps(batch, StepPlans(backend, parts), most_tokens, device, tools, capture)
+    plans = StepPlans(backend, parts, shares=shares and capture is not None)
+    return DeviceSteps(batch, plans, most_tokens, device, tools, capture)

@@ -3,13 +3,15 @@
 A graph belongs to a size, and a step takes the next larger one. Decode steps have graphs of up to all requests, and
 steps with prompts or drafts of up to 512 tokens. What lies behind a step's requests is padding: its tokens have no
 slot, so they write no KV, and no entry in the list of the attention kernel, so they read none. All graphs share one
-pool of memory, because only the results of the latest step are needed.
+pool of memory, because only the results of the latest step are needed. Where requests may read shared keys together,
+each size of decodes that is large enough has a second graph, for steps that do.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from tokenloom.process.fall_backs import OF_PROCESS
@@ -25,6 +27,7 @@ from ..attention.attention_backend import (
     WorkList,
 )
 from ..attention.grouped_backend import GroupedBackend, GroupedPlan
+from ..attention.shared_prefix import SharedPrefixes, SharedRoom, SharingBackend
 from ..models.model import LanguageModel, routes_of
 from .step_tensors import Capture, DecodedStates, Graph, StepSize, StepTensors
 
@@ -44,6 +47,8 @@ class GraphSize:
     """Whether every request has one token and draws; otherwise the logits are not part of the graph."""
     num_wide: int = 0
     """For how many entries of longer queries there is room, before those of single ones."""
+    shared: SharedRoom | None = None
+    """For how many entries of keys that are read together there is room, before the others; None: none are."""
 
 
 class _OneByOne:
@@ -74,10 +79,12 @@ def token_buckets(most: int) -> list[int]:
 class StepPlans:
     """Makes attention plans that read the arrays of a step from the device."""
 
-    def __init__(self, backend: AttentionBackend, parts: Sequence[DeviceBackend]) -> None:
-        """``parts``: the backends of the groups of layers."""
+    def __init__(self, backend: AttentionBackend, parts: Sequence[DeviceBackend], *, shares: bool = False) -> None:
+        """``parts``: the backends of the groups of layers. ``shares``: whether requests may read shared keys together,
+        in the layers of the first group: those that see all tokens are there."""
         self._backend = backend
         self._parts = parts
+        self._sharing = parts[0] if shares and isinstance(parts[0], SharingBackend) else None
         self.block_size = parts[0].block_size
         self.num_groups = len(parts)
         self.plans_on_host = any(part.plans_on_host for part in parts)
@@ -91,6 +98,29 @@ class StepPlans:
         """Return how many entries the list may have at most, as :meth:`DeviceBackend.room` does."""
         return self._parts[0].room(tokens, requests)
 
+    def most_entries(self, tokens: int, requests: int) -> int:
+        """Return how many entries the list of any step of at most so many tokens and requests has at most."""
+        rooms = [self.room(1, requests), self.room(tokens, requests)]
+        if (shared := self.shared_room(requests)) is not None:
+            rooms.append((sum(shared), rooms[0][1]))
+        return max(map(sum, rooms))
+
+    def shared_room(self, requests: int) -> SharedRoom | None:
+        """Return the room for keys that are read together in a step of so many requests; None: there are none."""
+        return None if self._sharing is None else self._sharing.shared_room(requests)
+
+    def find_shared(self, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes | None:
+        """Return what requests that each decode a token read together; None: nothing for which that pays.
+        ``block_tables``: of all groups of layers."""
+        if self._sharing is None:
+            return None
+        return self._sharing.find_shared(seq_lens, block_tables[:, :: self.num_groups])
+
+    def shared_work(self, prefixes: SharedPrefixes, seq_lens: IntArray, room: SharedRoom) -> npt.NDArray[np.int32]:
+        """Return the list of a step with keys that are read together, as :meth:`SharingBackend.shared_work` does."""
+        assert self._sharing is not None, "the prefixes come from it"
+        return self._sharing.shared_work(prefixes, seq_lens, room)
+
     def plan(
         self,
         tensors: StepTensors,
@@ -99,20 +129,28 @@ class StepPlans:
         limits: Tensor | None = None,
         *,
         in_graph: bool = False,
+        shared: SharedRoom | None = None,
     ) -> AttentionPlan:
         """Return the plan of a step, of whose entries the first ``num_wide`` are of longer queries. ``limits`` [T]
-        int32: as :meth:`..attention.attention_backend.AttentionBackend.plan` has them, of a step without a graph."""
+        int32: as :meth:`..attention.attention_backend.AttentionBackend.plan` has them, of a step without a graph.
+        ``shared``: the room for keys that are read together, at the beginning of the list."""
         plans = list[AttentionPlan]()
         for index, part in enumerate(self._parts):
+            reads_together = shared is not None and index == 0
             arrays = PlanTensors(
                 tensors.slots[index],
-                tensors.work,
+                tensors.work if shared is None or reads_together else tensors.work[sum(shared) :],
                 tensors.query_starts,
                 tensors.seq_lens,
                 tensors.tables[index],
                 limits,
             )
-            plans.append(part.plan_of(arrays, most_queries, num_wide, in_graph=in_graph))
+            if reads_together:
+                assert self._sharing is not None, "the room comes from it"
+                assert shared is not None, "the first group has it"
+                plans.append(self._sharing.shared_plan_of(arrays, shared))
+            else:
+                plans.append(part.plan_of(arrays, most_queries, num_wide, in_graph=in_graph))
         return self._backend.join(plans) if isinstance(self._backend, GroupedBackend) else plans[0]
 
     def begin(self, plan: AttentionPlan, query_starts: IntArray, seq_lens: IntArray) -> None:
@@ -146,7 +184,8 @@ class StepGraphs:
         """Return all sizes, the largest first, whose memory the others then share."""
         has_mixed = self.states is None and self._plans.captures_prompts
         mixed = [self._mixed(tokens) for tokens in self._tokens[::-1]] if has_mixed else []
-        return mixed + [self._decode(rows) for rows in self._rows[::-1]]
+        decodes = [size for rows in self._rows[::-1] for size in (self._shared(rows), self._decode(rows))]
+        return mixed + [size for size in decodes if size is not None]
 
     def size_for(self, num_tokens: int, num_requests: int, *, is_decode: bool) -> GraphSize | None:
         """Return the least size for a step; None: it is larger than any, or has prompts that graphs do not hold."""
@@ -161,6 +200,18 @@ class StepGraphs:
     def _decode(self, rows: int) -> GraphSize:
         _, entries = self._plans.room(1, rows)
         return GraphSize(StepSize(rows, rows, entries), is_decode=True)
+
+    def shared_size(self, num_requests: int) -> GraphSize | None:
+        """Return the least size for a step that decodes and reads shared keys together, of no more requests than there
+        may be; None: there is no such graph of its size."""
+        return self._shared(next(size for size in self._rows if size >= num_requests))
+
+    def _shared(self, rows: int) -> GraphSize | None:
+        room = self._plans.shared_room(rows)
+        if room is None:
+            return None
+        _, entries = self._plans.room(1, rows)
+        return GraphSize(StepSize(rows, rows, sum(room) + entries), is_decode=True, shared=room)
 
     def _mixed(self, tokens: int) -> GraphSize:
         wide, narrow = self._plans.room(tokens, min(tokens, self._most_requests))
@@ -199,7 +250,7 @@ class StepGraphs:
     def _record(self, size: GraphSize, model: LanguageModel, kv_caches: list[KVCache]) -> Graph:
         tensors, routes = self._tensors.part(size.step), routes_of(model)
         most_queries = 1 if size.is_decode else size.step.tokens
-        plan = self._plans.plan(tensors, most_queries, size.num_wide, in_graph=True)
+        plan = self._plans.plan(tensors, most_queries, size.num_wide, in_graph=True, shared=size.shared)
         if self._plans.plans_on_host:
             # A full step of one token each: a library chooses its grid by the first step that it divides.
             every = np.arange(size.step.requests + 1, dtype=np.int32)

@@ -17,7 +17,7 @@ from tests.gpu_worker.attention import steps
 from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
 from tokenloom.gpu_worker.attention.library_backends import make_library_backend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
-from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.attention.triton_backend import FEWEST_SHARING, TritonBackend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.cuda.row_kernels import copy_pool_blocks, pool_words
@@ -95,6 +95,27 @@ def _attention(rows: Rows, target: Target, dtype: torch.dtype, kv_dtype: torch.d
             found, _ = steps.run_rule(TritonBackend(config, 16, target.device), step, on_gpu)
             name = f"attention, {batch}, heads of {size}" + (", fp8 KV" if kv_dtype else "")
             wrong += _compare(rows, name, dtype, found, expected)
+    return wrong
+
+
+def _shared_keys(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+    """Decodes of which two groups read keys together, in caches of both kinds."""
+    wrong = []
+    for heads, size, kv_dtype in target.pick(
+        (((32, 8), 128, None), ((8, 4), 256, None), ((14, 2), 64, None), ((32, 8), 128, FP8_KV)),
+        (((4, 2), 32, None),),
+    ):
+        config = steps.shape(heads[1], dtype, heads[0], size, kv_dtype)
+        groups = target.pick([(list(range(23)), 20), (list(range(23, 31)), 9)], [([0, 2], 1)])
+        lengths = target.pick([330 + 7 * index for index in range(32)], [40] * FEWEST_SHARING)
+        step, rule = steps.shared_step(config, lengths, groups), ScoreRule(size**-0.5, softcap=30.0)
+        expected, _ = steps.run_rule(ReferenceBackend(config, 16, steps.CPU), step, rule)
+        backend = TritonBackend(config, 16, target.device)
+        plan = steps.shared_plan(backend, step.arrays, steps.prefixes_of(groups), device=target.device)
+        query, key, value, cache = (each.to(target.device) for each in (step.query, step.key, step.value, step.cache))
+        plan.write_kv(key, value, cache)
+        name = f"attention, shared keys, heads of {size}" + (", fp8 KV" if kv_dtype else "")
+        wrong += _compare(rows, name, dtype, plan.attend(query, cache, rule), expected)
     return wrong
 
 
@@ -251,6 +272,7 @@ PARTS: dict[str, Callable[[Rows, Target, torch.dtype], list[str]]] = {
     "attention": _attention,
     "attention, fp8 KV": _attention_of_fp8,
     "attention of libraries": _attention_of_libraries,
+    "attention, shared keys": _shared_keys,
     "products of 4 bits": _products_of_4_bits,
     "fp8": _eight_bits,
     "experts": _experts,

@@ -14,11 +14,11 @@ from tests.gpu_check.ceilings import PRODUCT, READ
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.states import recurrences
 from tests.gpu_check.target import GPU, Target
-from tests.gpu_worker.attention.steps import shape
-from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
+from tests.gpu_worker.attention.steps import prefixes_of, shape, shared_plan
+from tokenloom.gpu_worker.attention.attention_backend import AttentionPlan, ScoreRule
 from tokenloom.gpu_worker.attention.library_backends import make_library_backend
 from tokenloom.gpu_worker.attention.states import FROM_ZERO, StatePlan
-from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.attention.triton_backend import FEWEST_SHARING, TritonBackend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES
 from tokenloom.gpu_worker.checkpoint.mixer_config import STATE_CHUNK, StatePrompts
@@ -35,6 +35,8 @@ def run(rows: Rows, target: Target = GPU) -> None:
         _attention(rows, target, [1] * count, length)
     _attention(rows, target, [target.pick(8192, 20)], target.pick(8192, 20))
     _attention(rows, target, [1] * target.pick(128, 2), target.pick(512, 40), _FP8_KV)
+    for shared in target.pick((256, 1792), (16,)):
+        _shared_keys(rows, target, target.pick(128, FEWEST_SHARING), target.pick(2048, 40), shared)
     _prompt_states(rows, target)
     sampler_speeds.run(rows, target)
     counts = target.pick((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 20))
@@ -89,6 +91,38 @@ def _attention(
         # Wanted: 0.95 at least.
         rows.add(f"share of FlashInfer's speed: {what}", share=found["flashinfer"] / found["Triton"])
     _winner(rows, f"attention, {what}", found)
+
+
+def _shared_keys(rows: Rows, target: Target, count: int, length: int, shared: int) -> None:
+    """Decodes that share tokens: each reading them, and all together."""
+    heads, kv_heads, size = target.pick((32, 8, 128), (4, 2, 16))
+    config, what = shape(kv_heads, target.dtype, heads, size), f"{count} decodes of {length}, {shared} shared"
+    backend, width = TritonBackend(config, _BLOCK, target.device), -(-length // _BLOCK)
+    blocks, prefixes = count * width, prefixes_of([(list(range(count)), shared // _BLOCK)])
+    tables = np.random.default_rng(0).permutation(blocks).reshape(count, width)
+    tables[:, : shared // _BLOCK] = tables[0, : shared // _BLOCK]
+    arrays: dict[str, Any] = {"cu_query_lens": np.arange(count + 1), "seq_lens": np.full(count, length)}
+    arrays |= {"block_tables": tables, "slot_mapping": np.zeros(count, dtype=np.int64)}
+    plans = {
+        "each alone": backend.plan(**arrays),
+        "read together": shared_plan(backend, arrays, prefixes, device=target.device),
+    }
+    query, rule = target.random(count, heads, size), ScoreRule(size**-0.5)
+    caches = [
+        target.random(2, blocks, kv_heads, _BLOCK, size)
+        for _ in range(target.turns(2 * blocks * kv_heads * _BLOCK * size * target.dtype.itemsize))
+    ]
+    found = {}
+    for name, plan in plans.items():
+        way = partial(_over, plan, query, caches, rule)
+        if (ms := _ms(rows, target, f"attention, {what}, {name}", way, target.pick(2, 1))) is not None:
+            found[name] = ms / len(caches)
+            rows.add(f"attention, {what}, {name}", us=found[name] * 1e3)
+    _winner(rows, f"attention, {what}", found)
+
+
+def _over(plan: AttentionPlan, query: torch.Tensor, caches: list[torch.Tensor], rule: ScoreRule) -> list[torch.Tensor]:
+    return [plan.attend(query, cache, rule) for cache in caches]
 
 
 def _of_library(

@@ -103,7 +103,7 @@ ANSWERS = {
     "--offload-backend --offload-group-size --offload-num-in-group --offload-prefetch-step --offload-params": _WEIGHTS,
     "--quantization-config --allow-deprecated-quantization": _WEIGHTS,
     "--fully-sharded-loras --lora-dtype --specialize-active-lora": "use --enable-lora, --max-loras and --max-lora-rank",
-    "--kernel-config --moe-backend --enable-flashinfer-autotune --disable-cascade-attn": _DECIDED,
+    "--kernel-config --moe-backend --enable-flashinfer-autotune": _DECIDED,
     "--disable-custom-all-reduce --disable-nccl-for-dp-synchronization --ray-workers-use-nsight": _DECIDED,
     "--enable-dbo --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold": _DECIDED,
     "--kv-sharing-fast-prefill --performance-mode --max-cudagraph-capture-size": _DECIDED,

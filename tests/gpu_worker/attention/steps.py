@@ -8,8 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, AttentionBackend, ScoreRule
+from tokenloom.gpu_worker.attention.attention_backend import (
+    FP8_KV,
+    AttentionBackend,
+    AttentionPlan,
+    PlanTensors,
+    ScoreRule,
+)
 from tokenloom.gpu_worker.attention.cache import quantize, to_fp8
+from tokenloom.gpu_worker.attention.shared_prefix import SharedPrefixes, SharingBackend
 from tokenloom.gpu_worker.checkpoint.model_config import SCALE_BYTES
 
 BLOCK_SIZE = 16
@@ -90,6 +97,47 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
         value=normal(total, config.num_kv_heads, config.head_size),
         cache=cache,
     )
+
+
+Groups = list[tuple[list[int], int]]
+"""Requests that begin alike, and how many blocks they share."""
+
+
+def shared_step(config: Any, lengths: list[int], groups: Groups) -> Step:
+    """A step of decodes whose tables begin alike, group by group."""
+    step = make_step([1] * len(lengths), lengths, config.num_heads, config)
+    tables, last = step.arrays["block_tables"], np.array(lengths) - 1
+    for members, blocks in groups:
+        tables[members, :blocks] = tables[members[0], :blocks]
+    block = tables[np.arange(len(lengths)), last // BLOCK_SIZE]
+    step.arrays["slot_mapping"] = block * BLOCK_SIZE + last % BLOCK_SIZE
+    return step
+
+
+def prefixes_of(groups: Groups) -> SharedPrefixes:
+    members = [request for each, _ in groups for request in each]
+    starts = np.cumsum([0, *(len(each) for each, _ in groups)])
+    lengths = [blocks * BLOCK_SIZE for _, blocks in groups]
+    return SharedPrefixes(*(np.array(each, dtype=np.int32) for each in (members, starts, lengths)))
+
+
+def shared_plan(
+    backend: SharingBackend,
+    arrays: dict[str, Any],
+    prefixes: SharedPrefixes,
+    padded: int = 0,
+    device: torch.device = CPU,
+) -> AttentionPlan:
+    """A plan of a step in which requests read together what they share. ``padded``: to so many requests."""
+    count = len(arrays["seq_lens"])
+    padded = padded or count
+    room = backend.shared_room(padded)
+    assert room is not None, "too few requests"
+    work = backend.shared_work(prefixes, arrays["seq_lens"], room)
+    starts = np.append(arrays["cu_query_lens"], [count] * (padded - count))
+    ints = (work, starts, arrays["seq_lens"], arrays["block_tables"])
+    tensors = [torch.from_numpy(np.ascontiguousarray(each, dtype=np.int32)).to(device) for each in ints]
+    return backend.shared_plan_of(PlanTensors(torch.from_numpy(arrays["slot_mapping"]).to(device), *tensors), room)
 
 
 def with_images(step: Step) -> Step:

@@ -33,7 +33,8 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.gpu_worker import model_worker
-from tokenloom.gpu_worker.attention import attention_backends
+from tokenloom.gpu_worker.attention import attention_backends, triton_backend
+from tokenloom.gpu_worker.cuda.device_steps import DeviceSteps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels, copy_pool_blocks
 from tokenloom.gpu_worker.cuda.step_tensors import StepTools
 from tokenloom.gpu_worker.device.device_link import HostLink
@@ -159,14 +160,16 @@ def zeros() -> Iterator[None]:
         torch.empty, torch.empty_like, torch.Tensor.new_empty = kept  # type: ignore[misc]
 
 
-def serve(core: EngineCore, adapters: list[bytes]) -> int:
-    """Serve requests that come at random, long and short, with one of the ``adapters``. Returns the number of steps."""
+def serve(core: EngineCore, adapters: list[bytes], prefix: list[int]) -> int:
+    """Serve requests that come at random, long and short, with one of the ``adapters``, each behind ``prefix``. Returns
+    the number of steps."""
     rng, num_steps, sent = np.random.default_rng(0), 0, 0
     while sent < _NUM_REQUESTS or core.has_work():
         for _ in range(min(int(rng.poisson(0.6)), _NUM_REQUESTS - sent)):
             length = int(rng.choice([1, 2, 7, 16, 40, 90, 190]) + rng.integers(0, 9))
             params = CoreSamplingParams(max_tokens=int(rng.integers(1, 12)), seed=sent, **_ASKED[sent % len(_ASKED)])
-            prompt, adapter = rng.integers(10, 199, length).tolist(), adapters[sent % len(adapters)]
+            prompt = prefix + rng.integers(10, 199, length).tolist()
+            adapter = adapters[sent % len(adapters)]
             core.add_request(EngineCoreRequest(str(sent), prompt, params, adapter=adapter))
             sent += 1
         if not core.has_work():
@@ -177,13 +180,27 @@ def serve(core: EngineCore, adapters: list[bytes]) -> int:
     return num_steps
 
 
+def count_shared() -> list[int]:
+    """Return a list that gets an element for each step whose requests read keys together."""
+    steps, shared_work = list[int](), DeviceSteps._shared_work
+
+    def counted(self: DeviceSteps, inputs: Any) -> Any:
+        found = shared_work(self, inputs)
+        if found is not None:
+            steps.append(len(inputs.rows))
+        return found
+
+    DeviceSteps._shared_work = counted  # type: ignore[method-assign]
+    return steps
+
+
 def _adapters(model: Path) -> LoraConfig:
     for rank in (3, 8):
         write_adapter(model / str(rank), model, rank, seed=rank)
     return LoraConfig(enable=True, max_loras=3, max_lora_rank=8, modules=(f"a={model}/3", f"b={model}/8"))
 
 
-def count(case: str, compiles: Compiles) -> dict[str, Any]:
+def count(case: str, compiles: Compiles, shared: list[int]) -> dict[str, Any]:
     name, _, how = case.partition(", ")
     with tempfile.TemporaryDirectory() as folder, zeros():
         path = Path(folder)
@@ -191,7 +208,13 @@ def count(case: str, compiles: Compiles) -> dict[str, Any]:
         transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16).save_pretrained(path)
         config = EngineConfig(
             # An odd number of rows and of tokens: what lies behind them in an array must be aligned all the same.
-            worker=WorkerConfig(model=str(path), dtype="bfloat16", attention_backend="triton", num_threads=1),
+            worker=WorkerConfig(
+                model=str(path),
+                dtype="bfloat16",
+                attention_backend="triton",
+                num_threads=1,
+                disable_cascade_attn=how != "shared keys",
+            ),
             cache=CacheConfig(block_size=16, num_blocks=200),
             scheduler=SchedulerConfig(max_num_seqs=21, max_num_batched_tokens=_STEPS.get(how, 75)),
             kv=KVConfig(transports=() if entries_of(name) else ("cuda",)),  # states do not move between GPUs
@@ -200,12 +223,15 @@ def count(case: str, compiles: Compiles) -> dict[str, Any]:
         )
         # As on a GPU: these tensors are the CPU's.
         model_worker.state_prompts = lambda *_: "chunks" if how == "chunks" else "scan"  # type: ignore[assignment]
-        has_graphs = how in ("", "adapters", "chunks")
+        has_graphs = how in ("", "adapters", "chunks", "shared keys")
         core = EngineCore(config, UniProcExecutor(ModelWorker(config, Platform(has_graphs=has_graphs))))
         begun = len(compiles.found)
         loaded = [] if core.adapters is None else core.adapters.answer().adapters
-        steps = serve(core, [b"", *(state.digest for state in loaded)])
+        prefix = list(range(10, 50)) if how == "shared keys" else []
+        shared.clear()
+        steps = serve(core, [b"", *(state.digest for state in loaded)], prefix)
     return {
+        "shared": len(shared),
         "before": begun,
         "steps": steps,
         "after": compiles.names(begun),
@@ -225,10 +251,12 @@ def main() -> None:
     triton.knobs.runtime.jit_cache_hook = compiles
     for module in (attention_backends, experts, linear, cpu_ops, slots):
         module.uses_triton = lambda device: True
-    found = {}
+    # These models are small, and their requests few and short.
+    triton_backend.FEWEST_SHARING, triton_backend._FEWEST_SHARED, triton_backend._LEAST_SAVED = 2, 16, 0
+    found, shared = {}, count_shared()
     for case in sys.argv[1:]:
         compiles.found.clear()
-        found[case] = count(case, compiles)
+        found[case] = count(case, compiles, shared)
     json.dump(found, sys.stdout, indent=1)
 
 

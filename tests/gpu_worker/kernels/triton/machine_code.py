@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
-from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
+from tokenloom.gpu_worker.attention.attention_backend import PlanTensors, ScoreRule
 from tokenloom.gpu_worker.attention.states import StatePlan
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight, QuantizedWeight
@@ -156,6 +156,20 @@ def attention(
     rows = _empty(sum(query_lens), num_heads + 2 * num_kv_heads, head)
     cache = _empty(2, 64, num_kv_heads, 16, config.cache_head_size, dtype=config.kv_dtype)
     plan.attend(rows[:, :num_heads], cache, ScoreRule(head**-0.5, **rule))
+
+
+def shared_keys(head: int = 128, heads: tuple[int, int] = (32, 8), kv_dtype: torch.dtype | None = None) -> None:
+    """Attend in a step of 32 decodes that read keys together."""
+    config = shape(heads[1], torch.bfloat16, heads[0], head, kv_dtype)
+    backend, count = TritonBackend(config, 16, META), 32
+    room = backend.shared_room(count)
+    assert room is not None, "these are enough"
+    ints = partial(_empty, dtype=torch.int32)
+    lists = ints(sum(room) + sum(backend.room(1, count)), 4), ints(count + 1), ints(count), ints(count, 64)
+    plan = backend.shared_plan_of(PlanTensors(_empty(count, dtype=torch.int64), *lists), room)
+    rows = _empty(count, heads[0] + 2 * heads[1], head)
+    cache = _empty(2, 64, heads[1], 16, config.cache_head_size, dtype=config.kv_dtype)
+    plan.attend(rows[:, : heads[0]], cache, ScoreRule(head**-0.5))
 
 
 def rotation(kv_dtype: torch.dtype = torch.bfloat16) -> None:
@@ -296,6 +310,10 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill, window and softcap": lambda: attention([512], 2048, 256, (8, 4), sliding_window=1024, softcap=50.0),
     "sinks": lambda: attention([300], 2048, 64, (64, 8), sliding_window=128, sinks=_empty(64, dtype=torch.float32)),
     "heads of 80": lambda: attention([1] * 32, 512, 80, (32, 32)),
+    "shared keys": shared_keys,
+    "shared keys, fp8 KV": lambda: shared_keys(kv_dtype=FP8),
+    "shared keys, heads of 256": lambda: shared_keys(256, (8, 4)),
+    "prefill, heads of 256": lambda: attention([512], 2048, 256, (8, 4)),
     "add and norm": lambda: TritonOps().add_norm(_empty(4, 4096), _empty(4, 4096), _empty(4096), 1e-6),
     "rotation": rotation,
     "gate": lambda: TritonOps().gate(_empty(4, 2 * 14336), "silu"),
@@ -355,6 +373,7 @@ def main() -> None:
 
         for module in _LAUNCHERS:
             module.launch = launch
+        triton_backend.generation_of = lambda device: int(capability) // 10
         CASES[name]()
         found[name] = [dataclasses.asdict(code) for code in codes]
         if not names:

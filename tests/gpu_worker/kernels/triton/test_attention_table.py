@@ -1,4 +1,4 @@
-"""The table of the attention kernel's variants in the documentation: whole, double-buffered, and as compiled now."""
+"""The table of the attention kernels' variants in the documentation: whole, double-buffered, and as compiled now."""
 
 import os
 import re
@@ -8,45 +8,48 @@ import sys
 import pytest
 import triton
 
-from tests.gpu_worker.kernels.triton.attention_table import BEGIN, END, PAGE, VARIANTS, buffers, written
+from tests.gpu_worker.kernels.triton.attention_table import BEGIN, CAPABILITIES, END, PAGE, VARIANTS, written
 
 ROWS = {
-    line.split(" | ")[0].removeprefix("| "): line
+    cells[0]: cells[1:]
     for line in PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()[2:]
+    if (cells := line.removeprefix("| ").removesuffix(" |").split(" | "))
 }
 
 
-def shared_bytes(line):
-    return int(re.search(r"\d+, ([\d,]+) B", line)[1].replace(",", ""))
+def shared_bytes(cell):
+    return int(re.fullmatch(r"\d+, ([\d,]+) B", cell)[1].replace(",", ""))
 
 
 def test_each_variant_has_a_row():
     assert list(ROWS) == list(VARIANTS)
+    for name, variant in VARIANTS.items():
+        assert ROWS[name][:2] == [variant.buffers()[0], f"{variant.buffers()[1]:,} B"]
+        assert len(ROWS[name]) == 2 + len(CAPABILITIES)
 
 
+@pytest.mark.parametrize("place", range(len(CAPABILITIES)))
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_tiles_have_room(name):
-    program, wanted = buffers(VARIANTS[name])
-    assert f"| {program} | {wanted:,} B |" in ROWS[name]
-    assert ("spilled" in ROWS[name]) == (name == "prompts, heads of 256"), (
-        "with 8 warps a B200 spills, and more variants"
-    )
+def test_nothing_spills_and_two_tiles_have_room(name, place):
+    wanted = VARIANTS[name].buffers()[1]
     # The registers, and the memory, of heads of 256 have room for one tile of keys and one of values.
     needed = wanted // 2 if "heads of 256" in name else wanted
-    assert shared_bytes(ROWS[name]) >= needed, "the next keys and values are not on their way while these are used"
+    assert shared_bytes(ROWS[name][2 + place]) >= needed, (
+        "the next keys and values are not on their way while these are used"
+    )
 
 
 def test_a_row_is_what_is_compiled():
     """With the Triton that the page names; another one may take other registers."""
-    name = "decodes"
+    name, capability = "decodes", 90
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    code = f"from tests.gpu_worker.kernels.triton.attention_table import row; print(row({name!r}))"
+    code = f"from tests.gpu_worker.kernels.triton.attention_table import cell; print(cell({name!r}, {capability}))"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = done.stdout.strip()
-    assert shared_bytes(found) >= buffers(VARIANTS[name])[1]
+    assert shared_bytes(found) >= VARIANTS[name].buffers()[1]
     if f"Triton {triton.__version__}" in PAGE.read_text():
-        assert found == ROWS[name]
+        assert found == ROWS[name][2 + list(CAPABILITIES).index(capability)]
 
 
 def test_writing_again_changes_only_what_is_between_the_marks():

@@ -19,6 +19,7 @@ CASES = [
     "nemotron_h, without graphs",
     "qwen3_5_text, chunks",
     "nemotron_h, chunks",
+    "llama, shared keys",
 ]
 EVERYWHERE = {"add_norm", "attend", "few_rows", "prepare_step", "scatter"}
 ASKED = {"add_listed", "change_rows", "count_drawn", "logprobs", "sample", "scan_parts", "list_parts", "draw_listed"}
@@ -28,6 +29,7 @@ OF_CASES = {
     "nemotron_h, without graphs": {"short_conv", "keep_inputs", "mamba2", "gated_norm", "rotate_and_write"},
     "qwen3_5_text, chunks": {"delta_pairs", "delta_solve", "delta_chunks", "gated_delta", "short_conv"},
     "nemotron_h, chunks": {"mamba2_pairs", "mamba2_chunks", "mamba2", "short_conv"},
+    "llama, shared keys": {"attend_shared", "copy_blocks", "rotate_and_write"},
 }
 OF_OTHERS = {"copy_blocks", "rotate_and_write"}
 
@@ -53,3 +55,4 @@ def test_nothing_is_compiled_after_the_warm_up(counts, case):
     assert found["steps"] > 60
     assert found["before"] >= len(expected)
     assert found["after"] == []
+    assert (found["shared"] > 0) == case.endswith("shared keys")

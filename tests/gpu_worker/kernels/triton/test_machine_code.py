@@ -18,6 +18,10 @@ CASES = {
     "prefill, window and softcap": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "sinks": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "heads of 80": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "shared keys": {"loads": "LDGSTS.128", "products": "HGMMA"},
+    "shared keys, fp8 KV": {"loads": "LDGSTS.128", "products": "HGMMA"},
+    "shared keys, heads of 256": {"loads": "LDGSTS.128", "products": "HGMMA"},
+    "prefill, heads of 256": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "add and norm": {},
     "rotation": {},
     "gate": {},
@@ -79,6 +83,9 @@ _BUFFERS = {
 """Bytes of two tiles of keys and two of values, where a program has room for them."""
 
 
+_STREAMING = ("attend", "attend_shared", "few_rows", "grouped_product", "packed_product")
+
+
 @functools.cache
 def codes_of(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -110,9 +117,7 @@ def test_the_next_keys_and_values_are_on_their_way_while_these_are_used(codes, c
 
 @pytest.mark.parametrize("case", [case for case, wanted in CASES.items() if wanted])
 def test_weights_and_kv_are_loaded_16_bytes_at_a_time_and_multiplied_by_tensor_cores(codes, case):
-    streaming = [
-        code for code in codes[case] if code["kernel"] in ("attend", "few_rows", "grouped_product", "packed_product")
-    ]
+    streaming = [code for code in codes[case] if code["kernel"] in _STREAMING]
     assert streaming
     for code in streaming:
         instructions = code["instructions"]
@@ -121,7 +126,8 @@ def test_weights_and_kv_are_loaded_16_bytes_at_a_time_and_multiplied_by_tensor_c
         narrow = {name for name in instructions if name.startswith(("LDG.U", "LDG.8", "LDG.16", "LDGSTS.U"))}
         # A turn reads 128 weights of a norm, one for each thread.
         assert narrow <= ({"LDG.U16"} if "with a norm" in case else set()), code
-    # The first programs of a step with prompts compute these, and others its decodes, by the narrow instruction.
+    # The first programs of a step with prompts compute these, or shared keys, and others its decodes, by the narrow
+    # instruction.
     assert streaming[0]["instructions"][CASES[case]["products"]] >= 1, streaming[0]
 
 

@@ -13,6 +13,7 @@ from tokenloom.engine_core.data.scheduler_output import (
     StateRun,
     await_output,
 )
+from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.states import StateSlots
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
@@ -58,24 +59,21 @@ def model(save_checkpoint):
     return load_model(path, "float32", ops=TritonOps())
 
 
-def generate(model, make_recorded, states=None):
-    """Three requests that end one after the other. Returns their tokens. ``states``: of their layers, a slot each."""
+def generate(model, make_recorded, states=None, prompts=PROMPTS, blocks=BLOCKS, cached=None):
+    """Three requests that end one after the other. Returns their tokens. ``states``: of their layers, a slot each;
+    ``cached``: how many tokens of a request lie in the cache."""
     backend, batch = TritonBackend(model.config, 16, CPU), InputBatch(4, 64, 16)
     parts = RunnerParts(recordings=make_recorded(backend, batch), states=states)
     runner = ModelRunner(model, backend, batch, num_blocks=8, parts=parts)
 
     def runs(counts, first=False):
-        slots = {name: slot for slot, name in enumerate(PROMPTS)}
+        slots = {name: slot for slot, name in enumerate(prompts)}
         return [StateRun(name, count, -1 if first else slots[name], slots[name]) for name, count in counts.items()]
 
-    outputs = {name: [] for name in PROMPTS}
-    news = [
-        NewRequestData(
-            name, PROMPTS[name], [], CoreSamplingParams(max_tokens=9, seed=1, temperature=0.0), BLOCKS[name], 0
-        )
-        for name in PROMPTS
-    ]
-    counts = {name: len(prompt) for name, prompt in PROMPTS.items()}
+    outputs, cached = {name: [] for name in prompts}, cached or dict.fromkeys(prompts, 0)
+    params = CoreSamplingParams(max_tokens=9, seed=1, temperature=0.0)
+    news = [NewRequestData(name, prompts[name], [], params, blocks[name], cached[name]) for name in prompts]
+    counts = {name: len(prompt) - cached[name] for name, prompt in prompts.items()}
     step = SchedulerOutput(news, CachedRequestData([], [], [], {}), counts, sum(counts.values()), [], [])
     step.state_runs = runs(counts, first=True)
     for going in (3, 3, 2, 1):
@@ -83,8 +81,8 @@ def generate(model, make_recorded, states=None):
         output = await_output(runner.sample())
         for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             outputs[name] += tokens
-        names = list(PROMPTS)[:going]
-        computed = [len(PROMPTS[name]) + len(outputs[name]) - 1 for name in names]
+        names = list(prompts)[:going]
+        computed = [len(prompts[name]) + len(outputs[name]) - 1 for name in names]
         cached = CachedRequestData(names, [[] for _ in names], computed, {})
         finished = [name for name in output.req_ids if name not in names]
         step = SchedulerOutput([], cached, dict.fromkeys(names, 1), len(names), finished, [])
@@ -109,6 +107,40 @@ def test_the_same_tokens_with_graphs(model):
     assert link.num_sends == 4, "one copy to the device a step"
     assert generate(model, make(None)) == expected
     assert link.num_sends == 8
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_same_tokens_where_decodes_read_shared_keys_together(shares, model, monkeypatch):
+    """Two of three requests begin alike, and one computes what the other reads."""
+    limits = {"FEWEST_SHARING": 2, "_FEWEST_SHARED": 32, "_LEAST_SAVED": 0}
+    for name, limit in limits.items():
+        monkeypatch.setattr(triton_backend, name, limit)
+    begin = list(range(100, 132))
+    requests = {
+        "prompts": {"a": [*begin, 7, 30, 12], "b": [*begin, 40], "c": list(range(50, 70))},
+        "blocks": {"a": [3, 1, 5], "b": [3, 1, 4], "c": [6, 0]},
+        "cached": {"a": 0, "b": 32, "c": 0},
+    }
+    capture, link, made = Replays(), LateLink(), []
+
+    def make(backend, batch):
+        tools = StepTools(link, TritonRowKernels())
+        made.append(make_device_steps(backend, batch, 64, CPU, tools, capture, shares=shares))
+        return made[0]
+
+    expected = generate(model, lambda backend, batch: None, **requests)
+    assert generate(model, make, **requests) == expected
+    assert link.num_sends == 4, "one copy to the device a step"
+    sizes = list(made[0]._graphs._graphs)
+    assert [(size.step.requests, size.shared is not None) for size in sizes if size.is_decode] == [
+        (4, shares),
+        (2, shares),
+    ]
+    assert (capture.num_captures, capture.num_replays) == (3, 4)
+    few = made[0]._graphs.sizes
+    assert len(few) == (7 if shares else 5), "two sizes of steps with prompts, and of 4, 2 and 1 decodes"
+    assert not any(size.shared for size in few if size.step.requests == 1)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

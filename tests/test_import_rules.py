@@ -42,7 +42,7 @@ ABOUT_REQUESTS = (
     "tokenloom.model_files",
     "tokenloom.gguf",
 )
-SERVICES = ("coordinator", "encoder", "engine", "gateway", "output_processor", "tokenizer")
+SERVICES = ("coordinator", "encoder", "engine", "gateway", "output_processor", "relay", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
 PLAIN_DATA = {
@@ -236,6 +236,8 @@ def test_services(service: str) -> None:
     allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, OF_PROCESSES, "tokenloom.v1"]
     if service == "engine":
         allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
+    if service == "relay":  # it is a client of gateways, and continues answers as ours does
+        allowed += ["tokenloom.client"]
     if service == "coordinator":  # how its own C++ is built or found
         allowed.append("tokenloom.gpu_worker.kernels.compiler")
     if service == "encoder":  # its processes alone: the service itself imports none of it

@@ -19,7 +19,6 @@ from ..structured_output.compiler import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
 from .adapters import Adapters
 from .drafts import Drafts
-from .ended_requests import EndedRequests
 from .live_requests import LiveRequests
 from .media_rows import RowStore
 from .pooled_requests import PooledRequests
@@ -27,7 +26,7 @@ from .remote_kv import RemoteKV
 from .request_order import make_order
 from .stats_recorder import StatsRecorder
 from .step_planner import PauseState, StepPlanner
-from .step_results import StepResults
+from .step_results import EndedRequests, StepResults
 from .steps_in_flight import StepsInFlight
 
 log = logging.getLogger(__name__)

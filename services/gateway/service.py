@@ -29,8 +29,7 @@ from .batches.batches_api import Batches, absent_routes, open_batches
 from .files.sound_uploads import SoundUploads
 from .generation.resumable import UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
-from .grpc.message_bounds import bounded
-from .grpc.observed_calls import observe_calls
+from .grpc.message_bounds import bounded, observe_calls
 from .http.app import App, BrowserGuard, ClientAccess
 from .http.http_exchange import HttpExchange
 from .http.internal_call import InternalCalls

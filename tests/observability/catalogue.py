@@ -22,6 +22,10 @@ from tokenloom.services.encoder.encoder_servicer import EncoderMetrics
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.encoder.media_store import MediaStore
 from tokenloom.services.encoder.row_cache import RowCache
+from tokenloom.services.relay.grpc_relay import GrpcRelay
+from tokenloom.services.relay.http_relay import HttpRelay
+from tokenloom.services.relay.relay_settings import RelaySettings
+from tokenloom.services.relay.service import observe_grpc, observe_http
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
@@ -76,7 +80,7 @@ async def read_pages(directory: Path) -> Pages:
             assert part.host is not None
             url = f"http://{part.host.metrics_address}/metrics"
             pages[part.settings.service] = await asyncio.to_thread(_get, url)
-        return {**pages, "encoder": _encoder_page()}
+        return {**pages, "encoder": _encoder_page(), "relay": await relay_page()}
 
 
 def _encoder_page() -> str:
@@ -84,6 +88,18 @@ def _encoder_page() -> str:
     host = Host(EncoderSettings.of(model="any"))
     host.certificates.show("mesh", lambda: 0.0)
     EncoderMetrics(host.metrics, MediaStore[bytes](1, 1.0, lambda: 0.0), RowCache(1))
+    return generate_latest(host.metrics).decode()
+
+
+async def relay_page() -> str:
+    """Returns what a relay shows. It takes no gateways to know that."""
+    host = Host(RelaySettings.of(grpc_listen="127.0.0.1:0", grpc_gateways=("127.0.0.1:1",)))
+    for certificate in ("mesh", "public"):
+        host.certificates.show(certificate, lambda: 0.0)
+    relay = GrpcRelay(["127.0.0.1:1"])
+    observe_grpc(host.metrics, relay)
+    observe_http(host.metrics, HttpRelay([("127.0.0.1", 1)], None))
+    await relay.close()
     return generate_latest(host.metrics).decode()
 
 

@@ -13,6 +13,7 @@ from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.openapi.document import document
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
+from tokenloom.services.relay.relay_settings import RelaySettings
 from tokenloom.services.runtime.host.options import Option, flag, options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.peers.callers import CALLERS
@@ -27,6 +28,7 @@ SERVICES: tuple[type[ServiceSettings], ...] = (
     CoordinatorSettings,
     EngineSettings,
     EncoderSettings,
+    RelaySettings,
 )
 
 _CONFIGURATION = """# Configuration

@@ -15,7 +15,7 @@ from tokenloom.services.runtime.peers.callers import OPERATOR, PLANNER
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 
 PARTS = (
-    *("gateway", "tokenizer", "output_processor", "coordinator", "engine", "encoder"),
+    *("gateway", "tokenizer", "output_processor", "coordinator", "engine", "encoder", "relay"),
     *(OPERATOR, PLANNER, "prometheus"),
 )
 """The owners of certificates: the services, the operator of the mesh, the planner, and Prometheus."""

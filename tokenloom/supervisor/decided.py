@@ -14,6 +14,7 @@ DECIDED = frozenset(
         *("engines_on_host", "place_on_host", "data_parallel_size", "data_parallel_rank", "data_parallel_group"),
         *("data_parallel_address", "tower_threads", "advertise_address", "kv_advertise_address", "drain_timeout"),
         *("page_kills", "warm_up_dir"),
+        *("grpc_listen", "grpc_listen_fd", "grpc_gateways", "https_listen", "https_listen_fd", "http_gateways"),
     }
 )
 """Options of services that `tokenloom serve` does not offer."""

@@ -4,6 +4,7 @@ Each model has parts of its own: those of the first one have the lowest indices.
 The machine's cores are divided among the engines, because two engines on one core slow each other down.
 """
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -18,7 +19,7 @@ from msgspec import Meta, Struct, field, json, structs
 from tokenloom.services.runtime.addresses import STREAMS_SUFFIX, Address
 
 from .part_spec import PartSpec
-from .ports import GatewayPorts
+from .ports import GRPC_OFFSET, GatewayPorts, held_relay_ports
 from .state_dir import CONTROL_SOCKET
 
 
@@ -87,6 +88,9 @@ class LocalRanks:
         return (*flags, "--data-parallel-address", address) if address else flags
 
 
+_LOOPBACK = "127.0.0.1"
+_BEHIND_RELAYS = ("--max-connections-per-peer", "16384")
+"""Flags of gateways to which the connections of all clients come from one address."""
 MESHES = "meshes.json"
 """Describes the meshes of further models to the gateways."""
 
@@ -162,6 +166,13 @@ class MeshOptions(Struct, frozen=True):
     host: Annotated[str, "Address of the gateways."] = "127.0.0.1"
     port: Annotated[_Port, "HTTP port of the first gateway; 0: a free one."] = 8000
     grpc_port: Annotated[_Port | None, "Public gRPC port of the first gateway; by default 1000 above --port."] = None
+    relays: Annotated[
+        _Engines,
+        "Relays in front of the gateways, on consecutive ports: they end gRPC of clients, and with --public-tls-cert "
+        "HTTPS, and go on with answers whose gateway is killed. With a certificate gateways listen on loopback.",
+    ] = 0
+    relay_port: Annotated[_Port, "HTTPS port of the first relay; 0: a free one."] = 8443
+    relay_grpc_port: Annotated[_Port | None, "gRPC port of the first relay; by default 1000 above --relay-port."] = None
     drain_timeout: Annotated[
         Annotated[float, Meta(ge=0, le=86400)], "Seconds that live requests have to finish after Ctrl-C."
     ] = 30.0
@@ -190,6 +201,17 @@ class MeshOptions(Struct, frozen=True):
         return LocalRanks(self.data_parallel_size, local, self.data_parallel_start_rank, is_split, address)
 
     @property
+    def has_public_relays(self) -> bool:
+        """Whether relays alone face clients: they have a certificate, and gateways serve plain text behind them."""
+        given = self.flags.get("relay", ())
+        return self.relays > 0 and any(each.startswith("--public-tls-cert=") for each in given)
+
+    @property
+    def gateway_host(self) -> str:
+        """Address of the gateways."""
+        return _LOOPBACK if self.has_public_relays else self.host
+
+    @property
     def encoder_counts(self) -> list[int]:
         """The number of encoders of each model."""
         # Here: the help of a command needs the options only.
@@ -212,10 +234,14 @@ def with_names(options: MeshOptions, names: Sequence[str]) -> MeshOptions:
     return structs.replace(options, served_model_name=names[0], other_names=tuple(names[1:])) if names else options
 
 
-def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> list[PartSpec]:
-    """Return every part of the mesh in the order in which they drain: gateways first, the coordinators last."""
+def parts_of(
+    options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts], of_relays: Sequence[GatewayPorts] = ()
+) -> list[PartSpec]:
+    """Return every part of the mesh in the order in which they drain: what faces clients first, the coordinators
+    last."""
     layout, models = _Layout(options, directory, ports), len(options.models)
     return [
+        *(layout.relay(index, each) for index, each in enumerate(of_relays)),
         *map(layout.gateway, range(options.gateways)),
         *map(layout.output_processor, range(models * options.output_processors)),
         *map(layout.engine, range(models * len(options.engine_roles))),
@@ -223,6 +249,17 @@ def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts
         *map(layout.tokenizer, range(models * options.tokenizers)),
         *map(layout.coordinator, range(models * options.coordinators)),
     ]
+
+
+def relay_ports(
+    options: MeshOptions, *, is_check: bool = False
+) -> contextlib.AbstractContextManager[list[GatewayPorts]]:
+    """Hold the ports of the relays. ``is_check``: only reserve them. Raises ``PortTaken``."""
+    grpc = options.relay_grpc_port
+    if grpc is None:
+        grpc = options.relay_port and options.relay_port + GRPC_OFFSET
+    https = options.relay_port if options.has_public_relays else None
+    return held_relay_ports(options.host, options.relays, https, grpc, is_check=is_check)
 
 
 def engines_of(options: MeshOptions, directory: Path, count: int) -> list[PartSpec]:
@@ -280,8 +317,11 @@ class _Layout:
         options, ports = self._options, self._ports[index]
         held = {"--http-listen-fd": ports.http_descriptor, "--listen-fd": ports.grpc_descriptor}
         descriptors = {flag: number for flag, number in held.items() if number is not None}
+        host = options.gateway_host
         flags = (
-            *("--http-listen", str(Address(host=options.host, port=ports.http))),
+            *("--http-listen", str(Address(host=host, port=ports.http))),
+            *(_BEHIND_RELAYS if options.relays else ()),
+            *(("--hold-connections", str(self._directory / "held")) if self._must_hold() else ()),
             *("--served-model-name", ",".join((options.served_model_name, *options.other_names))),
             *("--tokenizers", self._all("tokenizer", options.tokenizers)),
             *("--output-processors", self._all("output_processor", options.output_processors)),
@@ -290,8 +330,33 @@ class _Layout:
             *(("--page-kills", str(self._directory / CONTROL_SOCKET)) if options.page_kills else ()),
             *(word for flag, number in descriptors.items() for word in (flag, str(number))),
         )
-        part = self._part("gateway", index, flags, listen=str(Address(host=options.host, port=ports.grpc)))
+        part = self._part("gateway", index, flags, listen=str(Address(host=host, port=ports.grpc)))
         return replace(part, descriptors=tuple(descriptors.values()))
+
+    def relay(self, index: int, ports: GatewayPorts) -> PartSpec:
+        """``ports``: its own."""
+        options = self._options
+        host = _LOOPBACK if options.gateway_host in ("0.0.0.0", "::") else options.gateway_host
+        behind = [Address(host=host, port=each.grpc) for each in self._ports]
+        flags: tuple[str, ...] = (
+            *("--grpc-listen", str(Address(host=options.host, port=ports.grpc))),
+            *("--grpc-gateways", ",".join(map(str, behind))),
+        )
+        held = {"--grpc-listen-fd": ports.grpc_descriptor}
+        if options.has_public_relays:
+            behind = [Address(host=host, port=each.http) for each in self._ports]
+            flags += ("--https-listen", str(Address(host=options.host, port=ports.http)))
+            flags += ("--http-gateways", ",".join(map(str, behind)))
+            held["--https-listen-fd"] = ports.http_descriptor
+        descriptors = {flag: number for flag, number in held.items() if number is not None}
+        flags += tuple(word for flag, number in descriptors.items() for word in (flag, str(number)))
+        return replace(self._part("relay", index, flags), descriptors=tuple(descriptors.values()))
+
+    def _must_hold(self) -> bool:
+        """Return whether gateways hold connections although they were not told to: what a relay decrypts goes on only
+        then."""
+        given = self._options.flags.get("gateway", ())
+        return self._options.has_public_relays and not any(each.startswith("--hold-connections") for each in given)
 
     def more_meshes(self) -> list[dict[str, object]]:
         """Return the tables of the file ``--meshes``."""

@@ -14,7 +14,7 @@ from typing import Any
 from tokenloom.services.runtime.tasks import first_of
 
 from .control import served
-from .layout import MeshOptions, engines_of, parts_of, with_size_of, write_meshes
+from .layout import MeshOptions, engines_of, parts_of, relay_ports, with_size_of, write_meshes
 from .output import LineCopier
 from .part import SupervisedPart
 from .part_spec import PartFailed, PartSpec
@@ -268,10 +268,10 @@ class _Plan:
 
 @contextlib.contextmanager
 def _planned(options: MeshOptions, output: LineCopier) -> Iterator[_Plan]:
-    held = held_ports(options.host, options.gateways, options.port, options.grpc_port)
-    with held as ports, mesh_directory() as directory, contextlib.closing(output):
+    held = held_ports(options.gateway_host, options.gateways, options.port, options.grpc_port)
+    with held as ports, relay_ports(options) as of_relays, mesh_directory() as directory, contextlib.closing(output):
         write_meshes(options, directory)
-        yield _Plan(parts_of(options, directory, ports), directory, output, ports[0].http, options)
+        yield _Plan(parts_of(options, directory, ports, of_relays), directory, output, ports[0].http, options)
 
 
 async def _until(interrupted: asyncio.Event, working: "asyncio.Task[None]") -> None:

@@ -23,6 +23,7 @@ _COLOURS = {
     "coordinator": 33,
     "engine": 32,
     "encoder": 31,
+    "relay": 37,
 }
 _NAME_WIDTH = len("output_processor-0")
 _LONGEST_LINE = 64 * 1024

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from tokenloom.services.runtime.addresses import Address
 
-__all__ = ["GRPC_OFFSET", "GatewayPorts", "PortTaken", "held_ports", "reserved_ports"]
+__all__ = ["GRPC_OFFSET", "GatewayPorts", "PortTaken", "held_ports", "held_relay_ports", "reserved_ports"]
 
 _Open = Callable[[str, int], socket.socket]
 
@@ -55,6 +55,28 @@ def held_ports(host: str, gateways: int, http: int, grpc: int | None) -> Iterato
     """
     with _opened(hold_http, hold_grpc, host, gateways, http, grpc) as pairs:
         yield [GatewayPorts(_port(h), _port(g), _descriptor(h), _descriptor(g)) for h, g in pairs]
+
+
+@contextlib.contextmanager
+def held_relay_ports(
+    host: str, relays: int, https: int | None, grpc: int, *, is_check: bool = False
+) -> Iterator[list[GatewayPorts]]:
+    """Do the same for relays. ``https``: None: they serve gRPC only. ``is_check``: only reserve the ports."""
+    open_http, open_grpc = (reserve, reserve) if is_check else (hold_http, hold_grpc)
+    with contextlib.ExitStack() as stack:
+        https_held = [
+            None if https is None else stack.enter_context(open_http(host, https and https + i)) for i in range(relays)
+        ]
+        grpc_held = [stack.enter_context(open_grpc(host, grpc and grpc + i)) for i in range(relays)]
+        yield [
+            GatewayPorts(
+                0 if http is None else _port(http),
+                _port(held),
+                None if http is None else _descriptor(http),
+                _descriptor(held),
+            )
+            for http, held in zip(https_held, grpc_held, strict=True)
+        ]
 
 
 @contextlib.contextmanager

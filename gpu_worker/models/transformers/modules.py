@@ -21,7 +21,7 @@ from ...parallel.sharding import Dimension, length, total
 from .division import EXCHANGES, ModulePart, part_of
 from .experts import ModuleExperts, can_group
 from .paged_attention import UnservableModel
-from .selective_scan import UNPACKED, is_selective_scan
+from .states import UNPACKED, is_selective_scan
 from .stored_weights import make_layer
 
 _READABLE = {

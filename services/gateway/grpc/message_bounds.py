@@ -1,5 +1,5 @@
 """Counts the fields of a large gRPC message before it is decoded: an empty element takes two bytes on the wire, and a
-hundred in memory.
+hundred in memory. And counts and records calls, answered or refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,14 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
+from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.host.servicer_edge import ObserveCall, ObserveEnd
+
+from ..http.response_counts import ResponseCounts
+from ..request_log.access_log import FinishedRequests
+from ..request_log.finished_request import CURRENT_RECORD, RequestRecord
+from ..tenants.api_keys import call_key
 
 LARGE_BYTES = 128 << 10
 """Smaller messages are decoded without being counted."""
@@ -108,3 +115,45 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _nested(descriptor: Descriptor) -> dict[int, Descriptor]:
     """Return the types of the fields that are messages, by number."""
     return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
+
+
+_RECORDED = frozenset(
+    f"/{method}"
+    for method in (
+        "tokenloom.v1.Inference/Generate",
+        "tokenloom.v1.Inference/Resume",
+        "tokenloom.v1.Inference/GenerateSession",
+        "tokenloom.v1.Inference/Cancel",
+        *(f"tokenloom.v1.Inference/{name}" for name in ("Embed", "Classify", "Score", "Pool", "Transcribe")),
+        "inference.GRPCInferenceService/ModelInfer",
+        "inference.GRPCInferenceService/ModelStreamInfer",
+        "vllm.grpc.engine.VllmEngine/Generate",
+    )
+)
+"""Other methods only read: their successful calls are counted but not recorded."""
+_OK = 200
+
+
+def observe_calls(counts: ResponseCounts, finished: FinishedRequests) -> ObserveCall:
+    """Return the observer of a host's calls."""
+
+    def observe(method: str) -> ObserveEnd:
+        record, began = RequestRecord(), finished.clock()
+        CURRENT_RECORD.set(record)
+
+        def end(error: errors.TokenloomError | None) -> None:
+            counts.count(method, "OK" if error is None else error.code.name, "" if error is None else error.reason)
+            if error is not None or method in _RECORDED:
+                finished.add(
+                    record,
+                    request_id=record.request_id or record.generation_id,
+                    route=method,
+                    key=call_key(),
+                    began=began,
+                    status=_OK if error is None else error.http_status,
+                    reason="" if error is None else error.reason,
+                )
+
+        return end
+
+    return observe

@@ -1,7 +1,7 @@
 """Serves the contract of vLLM's engines (``vllm.grpc.engine.VllmEngine``), by which routers send token ids."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +21,13 @@ from ..openai.body_reader import AnswerOptions, BodyReader
 from ..openai.openai_logprobs import TokenPosition, positions
 from ..openai.token_generation import TokensApi
 from ..records.generate_request import GenerateRequest
+from ..records.request_ids import NEW, ResumeToken, fingerprint, token_of_key
 from ..serving.fronts import Front, FrontParts, GrpcService
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
 from ..tenants.tenant import Tenant
 from ..tenants.tenant_shares import TenantShares
+from .inference_request import KEY_FIELD
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -98,10 +100,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         with self._shares.of(tenant).take_message(request.ByteSize(), self._shares.messages):
             asked, options = read_request(request, self._api, tenant)
             asked = replace(asked, timeout=context.time_remaining())
-            mesh, trace = self._meshes.pick(None), pick_headers(context.invocation_metadata() or ())
+            metadata = context.invocation_metadata() or ()
+            mesh, trace = self._meshes.pick(None), pick_headers(metadata)
             async with (
                 self._named(tenant.name, request.request_id) as named,
-                mesh.generator.open(asked, trace) as generation,
+                mesh.generator.open(asked, trace, _token(request, tenant, metadata)) as generation,
             ):
                 named.generation = generation
                 answer = _Answer(generation, options, streams=request.stream)
@@ -166,6 +169,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             if not limit.expired():
                 raise
             raise _ended() from None
+
+
+def _token(request: pb.GenerateRequest, tenant: Tenant, metadata: Iterable[tuple[str, str | bytes]]) -> ResumeToken:
+    """Return the token of a call: a repeat with the same key gets the answer of the first one from its beginning."""
+    if (key := next((value for name, value in metadata if name == KEY_FIELD), None)) is None:
+        return NEW
+    digest = fingerprint("vllm.Generate", request.SerializeToString(deterministic=True))
+    return token_of_key(tenant.name, str(key), digest, KEY_FIELD)
 
 
 def read_request(request: pb.GenerateRequest, api: TokensApi, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:

@@ -238,6 +238,7 @@ def read_embedding(
             raise InvalidArgument(f"outputs: unknown tensor {output.name[:64]!r}; known is {EMBEDDING}", "outputs")
     kinds = {name: (each, each.WhichOneof("parameter_choice")) for name, each in request.parameters.items()}
     values = {name: getattr(each, kind) for name, (each, kind) in kinds.items() if kind is not None}
+    values.pop(_RESUMABLE, None)  # a repeat computes the same vectors: there is nothing to resume
     for name in values:
         if name not in _PARAMETERS:
             raise InvalidArgument(f"{name[:64]} is not a parameter of embeddings: {', '.join(_PARAMETERS)}", name[:64])

@@ -13,7 +13,6 @@ from tokenloom.request.sampling_params import SamplingFields
 from ..http.route import Route
 from ..request_log.finished_request import LastRequests
 from . import batch_schemas as batches
-from . import lora_schemas as lora
 from . import ollama_schemas as ollama
 from . import pooling_schemas as pooling
 from . import request_schemas as bodies
@@ -425,7 +424,7 @@ LOAD_ADAPTER = _route(
     "/v1/load_lora_adapter",
     "Load a LoRA adapter on every engine, or on none",
     answers.EnginesChanged,
-    lora.LoadAdapter,
+    bodies.LoadAdapter,
     is_admin=True,
 )
 UNLOAD_ADAPTER = _route(
@@ -433,7 +432,7 @@ UNLOAD_ADAPTER = _route(
     "/v1/unload_lora_adapter",
     "Unload a LoRA adapter from every engine",
     answers.EnginesChanged,
-    lora.AdapterBody,
+    bodies.AdapterBody,
     is_admin=True,
 )
 PIN_ADAPTER = _route(
@@ -441,10 +440,10 @@ PIN_ADAPTER = _route(
     "/v1/pin_lora_adapter",
     "Keep a LoRA adapter on every engine's device",
     answers.EnginesChanged,
-    lora.PinAdapter,
+    bodies.PinAdapter,
     is_admin=True,
 )
-ADAPTERS = _route("GET", "/v1/lora_adapters", "LoRA adapters and where they are", lora.LoadedAdapters, is_admin=True)
+ADAPTERS = _route("GET", "/v1/lora_adapters", "LoRA adapters and where they are", bodies.LoadedAdapters, is_admin=True)
 LAST_REQUESTS = _route("GET", "/requests", "The last requests of this gateway", LastRequests, is_admin=True)
 START_PROFILE = _route(
     "POST",

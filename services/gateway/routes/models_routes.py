@@ -17,7 +17,7 @@ from ..http.route import Route, Routes
 from ..mesh.engine_calls import EngineCalls
 from ..mesh.mesh_adapters import MeshAdapters
 from ..openapi import route_table
-from ..openapi.lora_schemas import AdapterBody, LoadAdapter, PinAdapter
+from ..openapi.request_schemas import AdapterBody, LoadAdapter, PinAdapter
 from ..serving.mesh_health import PartState
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes

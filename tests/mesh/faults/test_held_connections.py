@@ -24,7 +24,7 @@ import pytest
 from tests.mesh.faults.test_killed_gateways import PARAMETERS, SLOW, STREAMS, TOOL
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.plain_text import PLAIN_TEXT
-from tokenloom.client.relay import GrpcRelay, HttpRelay, serve_grpc
+from tests.services.relay.running_relay import count, running_relay
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -533,14 +533,19 @@ async def test_tls_and_grpc_of_unmodified_clients_outlive_a_gateway_behind_a_rel
     async with held_mesh(socket_dir) as mesh:
         address = f"unix:{socket_dir}/relay"
         async with victim(mesh, socket_dir) as gateway, contextlib.AsyncExitStack() as opened:
-            grpc_relay = GrpcRelay([f"unix:{socket_dir}/victim", mesh.address("gateway-0")])
-            opened.push_async_callback(grpc_relay.close)
-            server = await serve_grpc(grpc_relay, address)
-            opened.push_async_callback(server.stop, None)
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(tmp_path / "gateway.crt", tmp_path / "gateway.key")
-            https = await HttpRelay([("127.0.0.1", gateway.port)], tls).serve("127.0.0.1", 0)
-            opened.callback(https.close)
+            held = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            url = f"https://127.0.0.1:{held.getsockname()[1]}"
+            gateways = (f"unix:{socket_dir}/victim", mesh.address("gateway-0"))
+            of_grpc = await opened.enter_async_context(running_relay(grpc_listen=address, grpc_gateways=gateways))
+            of_https = await opened.enter_async_context(
+                running_relay(
+                    https_listen=url.removeprefix("https://"),
+                    https_listen_fd=held.detach(),
+                    http_gateways=(f"127.0.0.1:{gateway.port}",),
+                    public_tls_cert=tmp_path / "gateway.crt",
+                    public_tls_key=tmp_path / "gateway.key",
+                )
+            )
             begun = dict.fromkeys(("grpc", "https"), False)
 
             def begin(name: str) -> None:
@@ -551,15 +556,16 @@ async def test_tls_and_grpc_of_unmodified_clients_outlive_a_gateway_behind_a_rel
 
             trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
             trusted.check_hostname = False
-            url = f"https://127.0.0.1:{https.sockets[0].getsockname()[1]}"
             http = await opened.enter_async_context(httpx.AsyncClient(verify=trusted, timeout=SOON))
             async with asyncio.timeout(SOON):
                 answers = await asyncio.gather(
                     read_stub(address, partial(begin, "grpc")), read_chat(url, partial(begin, "https"), http)
                 )
+            assert count(of_grpc, "continued_total") == 1
+            assert (count(of_https, "connections_total"), count(of_https, "broken_connections_total")) == (1, 0)
         direct = read_stub(mesh.address("gateway-0"), lambda: None), read_chat(mesh.url, lambda: None)
         assert answers == await asyncio.gather(*direct)
-        assert (grpc_relay.num_continued, await taken(mesh, "begun")) == (1, 1)
+        assert await taken(mesh, "begun") == 1
         await mesh.until_idle()
 
 

@@ -383,17 +383,20 @@ class Inferred:
 
         async for part in stub.ModelStreamInfer(requests()):
             assert not part.error_message, part.error_message
-            response = part.infer_response
-            for output in response.outputs:
-                index = output.parameters["index"].int64_param
-                into = self.texts if output.name == "text_output" else self.reasons
-                into[index] += output.contents.bytes_contents[0].decode()
-            if "event_id" in response.parameters:
-                self.last_id = response.parameters["event_id"].string_param
-            self.num_tokens = response.parameters["completion_tokens"].int64_param
+            self.add(part.infer_response)
             num_responses -= 1
             if not num_responses:
                 return
+
+    def add(self, response: kserve_pb2.ModelInferResponse) -> None:
+        for output in response.outputs:
+            index = output.parameters["index"].int64_param
+            into = self.texts if output.name == "text_output" else self.reasons
+            into[index] += output.contents.bytes_contents[0].decode()
+        if "event_id" in response.parameters:
+            self.last_id = response.parameters["event_id"].string_param
+        if "completion_tokens" in response.parameters:
+            self.num_tokens = response.parameters["completion_tokens"].int64_param
 
 
 async def test_a_stream_of_kserves_protocol_goes_on(socket_dir: Path) -> None:

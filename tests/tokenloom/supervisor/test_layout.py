@@ -17,11 +17,12 @@ from tokenloom.supervisor.layout import (
     ServedModel,
     divide_cores,
     parts_of,
+    relay_ports,
     siblings,
     write_meshes,
 )
 from tokenloom.supervisor.part_spec import PartSpec
-from tokenloom.supervisor.ports import GatewayPorts
+from tokenloom.supervisor.ports import GatewayPorts, PortTaken
 
 DIRECTORY = Path("/run/mesh")
 PORTS = [GatewayPorts(8000, 9000), GatewayPorts(8001, 9001)]
@@ -348,3 +349,41 @@ def test_the_system_names_the_threads_of_a_core(tmp_path: Path) -> None:
     (directory / "thread_siblings_list").write_text("1,17\n")
     assert siblings(1, tmp_path) == "1,17"
     assert siblings(2, tmp_path) == "2"
+
+
+def test_relays_pass_calls_to_every_gateway_and_drain_first() -> None:
+    relays = [GatewayPorts(0, 9443, None, 7), GatewayPorts(0, 9444, None, 8)]
+    parts = parts_of(options(gateways=2, relays=2, host="10.0.0.1"), DIRECTORY, PORTS, relays)
+    assert [part.name for part in parts][:4] == ["relay-0", "relay-1", "gateway-0", "gateway-1"]
+    relay, gateway = parts[1], parts[2]
+    assert flag(relay, "--grpc-listen") == "10.0.0.1:9444"
+    assert flag(relay, "--grpc-gateways") == "10.0.0.1:9000,10.0.0.1:9001"
+    assert (flag(relay, "--grpc-listen-fd"), relay.descriptors) == ("8", (8,))
+    assert "--https-listen" not in relay.command
+    assert flag(gateway, "--http-listen") == "10.0.0.1:8000"  # clients of HTTP in plain text need no relay
+    assert "--hold-connections" not in gateway.command
+
+
+def test_gateways_are_on_loopback_behind_relays_with_a_certificate() -> None:
+    flags = {"relay": ("--public-tls-cert=a.crt", "--public-tls-key=a.key")}
+    relays = [GatewayPorts(8443, 9443, 6, 7)]
+    asked = options(gateways=2, relays=1, host="0.0.0.0", flags=flags)
+    relay, gateway, *_ = parts_of(asked, DIRECTORY, PORTS, relays)
+    assert flag(relay, "--https-listen") == "0.0.0.0:8443"
+    assert flag(relay, "--http-gateways") == "127.0.0.1:8000,127.0.0.1:8001"
+    assert relay.descriptors == (7, 6)
+    assert flag(gateway, "--http-listen") == "127.0.0.1:8000"
+    assert gateway.command[3:][gateway.command[3:].index("--listen") + 1] == "127.0.0.1:9000"
+    assert flag(gateway, "--hold-connections") == "/run/mesh/held"
+
+
+def test_relays_hold_their_ports() -> None:
+    flags = {"relay": ("--public-tls-cert=a.crt",)}
+    with relay_ports(options(relays=2, relay_port=0, flags=flags)) as ports:
+        assert len({port for each in ports for port in (each.http, each.grpc)}) == 4
+        assert all(each.http_descriptor and each.grpc_descriptor for each in ports)
+        taken = ports[0].http
+        with pytest.raises(PortTaken), relay_ports(options(relays=1, relay_port=taken, flags=flags), is_check=True):
+            pass
+    with relay_ports(options(relays=1, relay_port=0)) as [only_grpc]:
+        assert (only_grpc.http, only_grpc.http_descriptor) == (0, None)

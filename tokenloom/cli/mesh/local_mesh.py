@@ -185,64 +185,32 @@ def relay(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let other machines reach --grpc-listen without a certificate.")
     ] = False,
+    metrics_listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT of /metrics; by default a free port of this machine.")
+    ] = None,
+    health_listen: Annotated[str | None, typer.Option(help="HOST:PORT that answers gRPC health checks only.")] = None,
 ) -> None:
     """End gRPC and TLS of clients in a process that outlives gateways: answers go on when a gateway is killed."""
     # Imported here: gRPC would slow the start of the other commands.
-    from tokenloom.client.relay import run_relays
-    from tokenloom.services.runtime import addresses
-    from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients, raise_limit
-    from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
-    from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
-    from tokenloom.services.runtime.peers.tls import PublicTLS
+    from tokenloom.services.relay.relay_settings import RelaySettings
+    from tokenloom.services.relay.service import RelayService
+    from tokenloom.services.runtime.host.service import run
 
-    pairs = (("--grpc-listen", grpc_listen, grpc_gateways), ("--https-listen", https_listen, http_gateways))
-    if not (grpc_listen or https_listen) or any(bool(listen) != bool(gateways) for _, listen, gateways in pairs):
-        raise typer.BadParameter(
-            "--grpc-listen needs --grpc-gateways, --https-listen needs --http-gateways; give one pair"
-        )
-    if (tls_cert is None) != (tls_key is None) or (https_listen and tls_cert is None):
-        raise typer.BadParameter("--tls-cert and --tls-key belong together, and --https-listen needs both")
-    with reported():
-        tls = None
-        if tls_cert is not None and tls_key is not None:
-            tls = PublicTLS(CertificateFiles(None, tls_cert, tls_key))
-        for field, listen, _ in pairs:
-            if listen:
-                is_closed = insecure or tls is not None
-                addresses.check_closed(addresses.parse(listen, field=field), insecure=is_closed, field=field)
-        of_grpc = [addresses.parse_member(each, field="--grpc-gateways") for each in _listed(grpc_gateways)]
-        of_http = [_host_and_port(each, "--http-gateways") for each in _listed(http_gateways)]
-        for (field, listen, _), gateways in zip(pairs, (of_grpc, of_http), strict=True):
-            if listen and not gateways:
-                raise typer.BadParameter(f"{field} needs the address of at least one gateway")
-        raise_limit()
-        most = for_clients(_MOST_CONNECTIONS, 3)  # gRPC, HTTPS, and the connections to gateways behind the latter
-        run_relays(
-            (grpc_listen, of_grpc, [*SERVER_OPTIONS, *GrpcLimits(most, streams=_MOST_STREAMS).options()]),
-            (_host_and_port(https_listen, "--https-listen"), of_http),
-            None if tls is None else tls.server_credentials(),
-            None if tls is None else tls.server_context(),
-            lambda: typer.echo("relaying to gateways; Ctrl-C ends it"),
-            most,
-        )
-
-
-_MOST_CONNECTIONS = 16384
-"""Of clients over HTTPS, and as many over gRPC; fewer if the limit of open descriptors is too low."""
-_MOST_STREAMS = 1024
-"""Calls of one connection of gRPC."""
-
-
-def _listed(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
-
-
-def _host_and_port(text: str, field: str) -> tuple[str, int]:
-    """Return what an address says; an empty host for an empty one. Raises ``InvalidArgument``."""
-    from tokenloom.request.errors import InvalidArgument
-    from tokenloom.services.runtime import addresses
-
-    address = addresses.parse(text, field=field) if text else addresses.Address()
-    if address.path:
-        raise InvalidArgument(f"{field}: connections of unix sockets are not held; give HOST:PORT", field)
-    return address.host, address.port
+    values = {
+        "grpc_listen": grpc_listen,
+        "grpc_gateways": grpc_gateways,
+        "https_listen": https_listen,
+        "http_gateways": http_gateways,
+        "public_tls_cert": tls_cert,
+        "public_tls_key": tls_key,
+        "insecure": insecure,
+        "metrics_listen": metrics_listen,
+        "health_listen": health_listen,
+        "log_level": "warning",
+    }
+    try:
+        settings = RelaySettings.of(**{name: value for name, value in values.items() if value is not None})
+    except ValueError as error:
+        raise typer.BadParameter(str(error).replace("--public-tls-", "--tls-")) from None
+    ready = "relaying to gateways; Ctrl-C ends it"
+    raise typer.Exit(run(lambda: RelayService(settings, lambda: typer.echo(ready)), settings))

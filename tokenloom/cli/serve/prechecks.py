@@ -41,7 +41,7 @@ from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.host.options import flag, variable
 from tokenloom.supervisor import state_dir
 from tokenloom.supervisor.decided import DEALT, WITHHELD
-from tokenloom.supervisor.layout import MeshOptions, parts_of
+from tokenloom.supervisor.layout import MeshOptions, parts_of, relay_ports
 from tokenloom.supervisor.part_spec import PartSpec
 from tokenloom.supervisor.ports import GatewayPorts, PortTaken, reserved_ports
 
@@ -165,7 +165,7 @@ def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
     counts = _counts(options)
     check_open_files(sum(counts.values()))
     ports = _check_ports(options)
-    _check_settings(parts_of(options, state_dir.root(), ports))
+    _check_settings(parts_of(options, state_dir.root(), ports, _check_relay_ports(options)))
     # The gateways' own ports count too: another part's address that named one of them passed the check, and the start
     # failed.
     fixed = {options.port and pair.http for pair in ports} | {options.grpc_port != 0 and pair.grpc for pair in ports}
@@ -234,12 +234,20 @@ def _check_settings(parts: Sequence[PartSpec]) -> None:
 
 def _check_ports(options: MeshOptions) -> list[GatewayPorts]:
     try:
-        with reserved_ports(options.host, options.gateways, options.port, options.grpc_port) as ports:
+        with reserved_ports(options.gateway_host, options.gateways, options.port, options.grpc_port) as ports:
             return ports
     except PortTaken as error:
         ours = {mesh.port for mesh in state_dir.running_meshes()}
         stop = f"; `tokenloom stop --port {options.port}` stops your mesh there" if options.port in ours else ""
         raise CannotServe(f"{error} with --port or --grpc-port{stop}") from None
+
+
+def _check_relay_ports(options: MeshOptions) -> list[GatewayPorts]:
+    try:
+        with relay_ports(options, is_check=True) as ports:
+            return ports
+    except PortTaken as error:
+        raise CannotServe(f"{error} with --relay-port or --relay-grpc-port") from None
 
 
 def _counts(options: MeshOptions) -> dict[str, int]:
@@ -250,5 +258,6 @@ def _counts(options: MeshOptions) -> dict[str, int]:
         "tokenizer": models * options.tokenizers,
         "output_processor": models * options.output_processors,
         "gateway": options.gateways,
+        "relay": options.relays,
         "coordinator": models * options.coordinators,
     }

@@ -13,6 +13,7 @@ from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
+from tokenloom.services.relay.relay_settings import RelaySettings
 from tokenloom.services.runtime.host.options import Option, OptionError, find_option, flag, options_of, read_file
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
@@ -23,7 +24,7 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
     each.service: each
     for each in (
         *(EngineSettings, GatewaySettings, TokenizerSettings, OutputProcessorSettings, CoordinatorSettings),
-        EncoderSettings,
+        *(EncoderSettings, RelaySettings),
     )
 }
 _ALIASES = {"public_tls_cert": ("tls_cert",), "public_tls_key": ("tls_key",)}

@@ -108,7 +108,12 @@ def _mesh_options(
     if "batch_dir" in values and int(values.get("gateways", 1)) > 1:
         raise typer.BadParameter("belongs to one gateway; set --gateways 1", param_hint="--batch-dir")
     flags, environment = service_arguments(values)
-    if "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
+    has_relays = int(values.get("relays", 0)) > 0
+    if not has_relays and {"relay_port", "relay_grpc_port"} & values.keys():
+        raise typer.BadParameter("is of relays, and there are none; set --relays 1", param_hint="--relay-port")
+    if "public_tls_cert" in values and has_relays:  # they present it, and gateways serve plain text behind them
+        flags["gateway"] = tuple(each for each in flags["gateway"] if not each.startswith("--public-tls-"))
+    elif "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
         flags["gateway"] += ("--health-listen=127.0.0.1:0",)
     flags = {service: (*in_file.get(service, ()), *flags.get(service, ())) for service in {*flags, *in_file}}
     options = built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
@@ -128,10 +133,12 @@ async def _announce_and_wait(mesh: Mesh, names: Sequence[str], scheme: str) -> N
     context = f", context: {' and '.join(map(str, lengths))} tokens" if all(lengths) else ""
     await mesh.output_settled()  # so that the lines below are the last ones
     without = "".join(f" Fall-back of engines: {each}." for each in mesh.fall_backs("engine"))
-    verb = "is" if len(names) == 1 else "are"
-    for gateway in mesh.gateways:
-        url = f"{scheme}://{gateway.http}"
-        line = f"{' and '.join(names)} {verb} served at {url} (page: {url}/, gRPC: {gateway.address}{context})."
+    verb, relays = "is" if len(names) == 1 else "are", mesh.states("relay")
+    of_grpc = ", ".join(relay.address for relay in relays)
+    for front in [relay for relay in relays if relay.http] or mesh.gateways:
+        url = f"{scheme}://{front.http}"
+        address = front.address if front in relays else of_grpc or front.address
+        line = f"{' and '.join(names)} {verb} served at {url} (page: {url}/, gRPC: {address}{context})."
         with contextlib.suppress(OSError):  # an output that cannot be written ends no mesh
             print(f"{line}{without} Ctrl-C stops it.", flush=True)
     await mesh.wait_failed()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.loop_clock import pass_time, settle
-from tokenloom.services.runtime.host.heap import CHEAP_BLOCKS, MAX_GROWTH_BLOCKS, Heap
+from tokenloom.services.runtime.host.service import CHEAP_BLOCKS, MAX_GROWTH_BLOCKS, Heap
 
 
 class Blocks:

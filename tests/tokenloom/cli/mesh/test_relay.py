@@ -18,17 +18,24 @@ from tokenloom.cli.main import app
     [
         ([], 2, "--grpc-listen needs --grpc-gateways"),
         (["--grpc-listen", "127.0.0.1:0"], 2, "--grpc-listen needs --grpc-gateways"),
-        (["--https-listen", "127.0.0.1:0", "--http-gateways", "a:1"], 2, "--https-listen needs both"),
-        (["--grpc-listen", "0.0.0.0:0", "--grpc-gateways", "a:1"], 1, "could reach 0.0.0.0:0 without encryption"),
-        (["--grpc-listen", "nowhere", "--grpc-gateways", "a:1"], 1, "expected host:port or unix:/path"),
-        (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", "nowhere"], 1, "not 'nowhere'"),
-        (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", ","], 2, "needs the address of at least one gateway"),
+        (["--https-listen", "127.0.0.1:0", "--http-gateways", "a:1"], 2, "--https-listen needs --tls-cert"),
+        (["--https-listen", "unix:/a", "--http-gateways", "a:1"], 2, "unix sockets are not held"),
+        (["--grpc-listen", "nowhere", "--grpc-gateways", "a:1"], 2, "expected host:port or unix:/path"),
+        (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", "nowhere"], 2, "not 'nowhere'"),
+        (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", ","], 2, "--grpc-listen needs --grpc-gateways"),
     ],
 )
 def test_what_cannot_be_relayed_is_refused(words: list[str], status: int, reason: str) -> None:
     result = CliRunner().invoke(app, ["relay", *words])
     assert result.exit_code == status
     assert reason in " ".join(result.output.split())
+
+
+def test_it_does_not_listen_for_other_machines_in_plain_text() -> None:
+    words = ["-m", "tokenloom.cli.main", "relay", "--grpc-listen", "0.0.0.0:0", "--grpc-gateways", "a:1"]
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "could reach 0.0.0.0:0 without encryption" in ended.stderr
 
 
 def test_it_says_that_it_relays_and_ends_by_a_signal(socket_dir: Path) -> None:

@@ -1,26 +1,22 @@
-"""Clients of a relay do not notice that a gateway is lost: stubs as they are generated, and connections in TLS."""
+"""Clients of a relay do not notice that a gateway is lost: stubs as they are generated."""
 
 import asyncio
-import contextlib
-import socket
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc.aio
 import pytest
 
 from tests.services.gateway.fakes import FakeMesh as RealGateway
-from tokenloom.client import relay
-from tokenloom.client.relay import GrpcRelay, HttpRelay, serve_grpc
+from tests.tokenloom.client.fake_gateway import TEXT, FakeGateway, FakeMesh
 from tokenloom.request import errors
-from tokenloom.supervisor.certificates import make_certificates
+from tokenloom.services.relay import grpc_relay as grpc_relay_module
+from tokenloom.services.relay.grpc_relay import GrpcRelay
+from tokenloom.services.runtime.host.listener import bind
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
-
-from .fake_gateway import TEXT, FakeGateway, FakeMesh
 
 LIMIT = 30.0
 
@@ -30,7 +26,10 @@ async def relayed(directory: Path, *gateways: str) -> AsyncIterator[tuple[Any, G
     """A stub as a client makes it, and the relay that it is connected to."""
     address = f"unix:{directory}/relay"
     grpc_relay = GrpcRelay(gateways)
-    server = await serve_grpc(grpc_relay, address)
+    server = grpc.aio.server(maximum_concurrent_rpcs=grpc_relay_module.MOST_CALLS)
+    server.add_generic_rpc_handlers((grpc_relay,))
+    bind(server, address, None, insecure=False)
+    await server.start()
     try:
         async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
             yield inference_pb2_grpc.InferenceStub(channel), grpc_relay
@@ -140,7 +139,7 @@ async def test_what_a_client_sends_that_resumes_by_itself_comes_through(socket_d
     class Gateway(FakeGateway):
         async def GenerateSession(self, requests: Any, context: Any) -> None:  # type: ignore[override]
             async for request in requests:
-                await context.write(pb.GenerateResponse(text=request.text))
+                await context.write(pb.GenerateResponse(text=request.text, usage=pb.Usage(prompt_tokens=1)))
 
     mesh = FakeMesh()
     async with (
@@ -167,7 +166,7 @@ async def _failure(call: Any) -> tuple[Any, ...]:
 
 
 async def test_a_call_that_changes_nothing_is_made_again(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_relay_module, "_WAIT_SECONDS", 0.0)
 
     class Gateway(FakeGateway):
         async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
@@ -196,113 +195,13 @@ async def _models(stub: Any) -> list[str]:
     return [model.name for model in (await stub.ListModels(pb.ListModelsRequest())).models]
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificates")
-    make_certificates(folder, days=30)
-    return folder
-
-
-@asynccontextmanager
-async def https(
-    certificates: Path, *ports: int, max_connections: int = 8
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, HttpRelay]]:
-    """A connection through a relay to one of several ports of this machine, of which the second one is tried first."""
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ours.load_cert_chain(certificates / "gateway.crt", certificates / "gateway.key")
-    theirs = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
-    theirs.check_hostname = False
-    http_relay = HttpRelay([("127.0.0.1", port) for port in ports], ours, max_connections)
-    server = await http_relay.serve("127.0.0.1", 0)
-    address = server.sockets[0].getsockname()
-    reader, writer = await asyncio.open_connection(*address, ssl=theirs, server_hostname="")
-    try:
-        yield reader, writer, http_relay
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        server.close()
-
-
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[object]]
-
-
-@asynccontextmanager
-async def behind(answer: Answer, port: int = 0) -> AsyncIterator[int]:
-    """The port of what a relay connects to. All its connections have ended at the end."""
-    live: set[asyncio.Task[Any]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        live.add(task := cast("asyncio.Task[Any]", asyncio.current_task()))
-        try:
-            await answer(reader, writer)
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-            live.discard(task)
-
-    async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
-        yield server.sockets[0].getsockname()[1]
-        while live:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-
-async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-
-
-async def test_bytes_come_through_in_both_directions_however_slowly_they_are_read(certificates: Path) -> None:
-    sent = bytes(range(256)) * (16 << 10)
-    async with asyncio.timeout(LIMIT), behind(echo) as port, https(certificates, port) as (reader, writer, _):
-        writer.write(sent)
-        await asyncio.sleep(0)
-        assert await reader.readexactly(len(sent)) == sent
-
-
-async def test_a_connection_waits_for_a_gateway_that_starts(certificates: Path) -> None:
-    async with asyncio.timeout(LIMIT):
-        async with behind(echo) as port:
-            pass
-        async with https(certificates, port) as (reader, writer, _):
-            writer.write(b"wait")
-            async with behind(echo, port):
-                assert await reader.readexactly(4) == b"wait"
-                writer.close()
-
-
-async def test_a_client_that_leaves_ends_its_connection_to_the_gateway(certificates: Path) -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        begun.set()
-        assert not await reader.read()
-        ended.set()
-
-    async with asyncio.timeout(LIMIT), behind(wait) as port, https(certificates, port) as (_, writer, _):
-        await begun.wait()
-        writer.transport.abort()
-        await ended.wait()
-
-
-async def test_the_end_of_a_gateways_connection_is_that_of_the_clients(certificates: Path) -> None:
-    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"all of it" * 10_000)
-
-    async with asyncio.timeout(LIMIT), behind(say) as port, https(certificates, port) as (reader, _, _):
-        assert await reader.read() == b"all of it" * 10_000
-
-
 async def test_a_call_that_no_gateway_was_reached_with_is_made_at_the_next_one(socket_dir: Path) -> None:
     """Also one whose client goes on sending: none of its messages is lost."""
 
     class Gateway(FakeGateway):
         async def GenerateSession(self, requests: Any, context: Any) -> None:  # type: ignore[override]
             async for request in requests:
-                await context.write(pb.GenerateResponse(text=request.text))
+                await context.write(pb.GenerateResponse(text=request.text, usage=pb.Usage(prompt_tokens=1)))
 
     async with (
         asyncio.timeout(LIMIT),
@@ -341,7 +240,7 @@ async def test_a_client_that_goes_on_sending_where_one_message_is_asked_takes_no
 async def test_a_call_beyond_those_that_one_connection_carries_is_refused(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "_MOST_CALLS", 1)
+    monkeypatch.setattr(grpc_relay_module, "MOST_CALLS", 1)
     async with (
         asyncio.timeout(LIMIT),
         FakeGateway(FakeMesh(), socket_dir / "a", stops_at=1) as gateway,
@@ -357,58 +256,3 @@ async def test_a_call_beyond_those_that_one_connection_carries_is_refused(
 async def _write(call: Any, num_mebibytes: int) -> None:
     for _ in range(num_mebibytes):
         await call.write(bytes(1 << 20))
-
-
-async def test_an_ending_relay_waits_for_answers_and_not_for_connections(certificates: Path) -> None:
-    asked, may_answer = asyncio.Event(), asyncio.Event()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(1)
-        asked.set()
-        await may_answer.wait()
-        writer.write(b"the answer")
-        await writer.drain()
-        await reader.read()
-
-    async with (
-        asyncio.timeout(LIMIT),
-        behind(answer) as port,
-        https(certificates, port) as (reader, writer, http_relay),
-    ):
-        writer.write(b"?")
-        await asked.wait()
-        draining = asyncio.create_task(http_relay.drain(LIMIT))
-        await asyncio.wait([draining], timeout=1.5)
-        assert not draining.done()
-        may_answer.set()
-        assert await reader.readexactly(10) == b"the answer"
-        await draining
-        assert not reader.at_eof()
-
-
-async def test_connections_beyond_the_limit_are_closed(certificates: Path) -> None:
-    async with (
-        asyncio.timeout(LIMIT),
-        behind(echo) as port,
-        https(certificates, port, max_connections=0) as (reader, _, _),
-    ):
-        with contextlib.suppress(ConnectionError):
-            assert not await reader.read()
-
-
-async def test_a_gateway_whose_machine_is_gone_does_not_hide_the_next_one(
-    certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay, "_TRY_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, contextlib.ExitStack() as waiting:
-        for _ in range(3):  # the kernel drops further attempts to connect
-            filler = waiting.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(silent.getsockname())
-        async with (
-            asyncio.timeout(3),
-            behind(echo) as port,
-            https(certificates, port, silent.getsockname()[1]) as (reader, writer, _),
-        ):
-            writer.write(b"a word")
-            assert await reader.readexactly(6) == b"a word"

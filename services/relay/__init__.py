@@ -1,0 +1,1 @@
+"""The relay: ends gRPC and TLS of clients in a process that outlives gateways."""

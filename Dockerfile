@@ -11,7 +11,7 @@ FROM ${BASE} AS runtime
 RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'tokenloom:x:10001:' >> /etc/group \
     && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls /models /hub \
-    && for part in gateway tokenizer output-processor coordinator engine encoder operator planner prometheus; \
+    && for part in gateway tokenizer output-processor coordinator engine encoder relay operator planner prometheus; \
        do mkdir -p "/etc/tokenloom/mesh/$part"; done \
     && chown -R 10001:10001 /home/tokenloom /etc/tokenloom /hub
 ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

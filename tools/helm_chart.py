@@ -22,6 +22,7 @@ OVERLAYS = ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated", "planne
 COMPONENTS = (
     "model-store",
     "encoder",
+    "relay",
     "http-route",
     "inference-pool",
     "engine-pool",

@@ -16,12 +16,13 @@ from tests.k8s import test_manifests
 from tests.k8s.cluster import WHOLE, build, workloads
 from tokenloom.cli.main import app
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
+from tokenloom.services.relay.relay_settings import RelaySettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.certificates import PARTS as CERTIFICATES
 
 ROOT = Path(__file__).parents[2]
 TARGETS = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-SETTINGS = test_manifests.SETTINGS | {"encoder": EncoderSettings}
+SETTINGS = test_manifests.SETTINGS | {"encoder": EncoderSettings, "relay": RelaySettings}
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 IMAGES = {f"tokenloom/{target}:{VERSION}" for target in ("service", "engine-cpu", "engine-cuda")}
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -67,7 +68,9 @@ def test_a_documented_command_starts_what_its_parts_wait_for(command: list[str])
     assert not any(volume.startswith("tls-") for volume in mounted) or "certs" in started
     assert not any(name in READERS for name in started) or "model" in started
     # A mesh answers when each of its kinds of parts runs.
-    assert {service_of(OURS[name]) for name in started if name in PARTS} - {"encoder"} == set(test_manifests.SETTINGS)
+    assert {service_of(OURS[name]) for name in started if name in PARTS} - {"encoder", "relay"} == set(
+        test_manifests.SETTINGS
+    )
 
 
 def test_every_image_is_a_target_of_the_dockerfile() -> None:
@@ -192,8 +195,8 @@ def test_addresses_name_services_of_the_file() -> None:
         assert match[1] in PARTS, value
 
 
-def test_only_the_gateway_is_published_and_only_to_this_machine() -> None:
+def test_only_what_faces_clients_is_published_and_only_to_this_machine() -> None:
     for name, part in PARTS.items():
         published = part.get("ports", [])
-        assert bool(published) == (name == "gateway")
+        assert bool(published) == (name in ("gateway", "relay"))
         assert all(port.startswith("127.0.0.1:") for port in published)

@@ -8,6 +8,7 @@ import yaml
 
 from tests.k8s.cluster import ROOT, Object, Workload, selects
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+from tokenloom.services.relay.relay_settings import RelaySettings
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 from tokenloom.supervisor.certificates import PARTS
 from tools import helm_chart
@@ -124,6 +125,25 @@ def test_cert_manager_makes_the_certificate_of_each_part() -> None:
     authority = objects["Certificate/tokenloom-ca"]["spec"]["secretName"]
     assert objects["Issuer/tokenloom"]["spec"]["ca"]["secretName"] == authority
     assert authority not in str(build())
+
+
+def test_relays_reach_gateways_and_are_reached_by_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = build("relay")
+    relay, common = Workload(objects["Deployment/relay"]), objects["ConfigMap/tokenloom-common"]["data"]
+    for name, value in (common | {k: v for k, v in relay.environment.items() if v is not None}).items():
+        monkeypatch.setenv(name, value)
+    settings = RelaySettings.load(relay.container["args"][1:])
+    host, _, port = settings.grpc_gateways[0].partition(":")
+    assert int(port) in {each["port"] for each in objects[f"Service/{host}"]["spec"]["ports"]}
+    (clients, metrics) = objects["Service/relay"]["spec"]["ports"]
+    assert (settings.grpc_listen, clients["port"]) == ("0.0.0.0:9443", 9443)
+    assert settings.health_listen.endswith(":50052")
+    assert settings.metrics_listen.endswith(f":{metrics['port']}")
+    policy = objects["NetworkPolicy/relay"]["spec"]
+    assert selects(policy["podSelector"]["matchLabels"], relay.labels)
+    assert policy["ingress"][0] == {"ports": [{"port": 9443}]}
+    assert policy["egress"][1]["to"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "gateway"}}}]
+    assert "Deployment/relay" not in build()
 
 
 @pytest.mark.parametrize("component", ["http-route", "inference-pool"])

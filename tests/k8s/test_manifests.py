@@ -267,10 +267,10 @@ def test_the_address_of_the_coordinators_stands_for_every_pod(mesh: tuple[Object
 
 
 def test_monitors_read_metrics_ports_and_name_their_certificates() -> None:
-    encoders = tuple(helm_chart.build("cpu", "encoder").values())
-    services = {each["metadata"]["name"]: each for each in of_kind(encoders, "Service")}
+    whole = tuple(helm_chart.build("cpu", "encoder", "relay").values())
+    services = {each["metadata"]["name"]: each for each in of_kind(whole, "Service")}
     monitors = of_kind(build("monitoring"), "ServiceMonitor")
-    assert {each["metadata"]["name"] for each in monitors} == {*SETTINGS, "encoder"}
+    assert {each["metadata"]["name"] for each in monitors} == {*SETTINGS, "encoder", "relay"}
     for each in monitors:
         (endpoint,) = each["spec"]["endpoints"]
         service = services[each["metadata"]["name"]]

@@ -32,6 +32,7 @@ def attend_tiles(
     positions,
     largest,
     total,
+    found,
     scale,
     softcap,
     window,
@@ -50,11 +51,11 @@ def attend_tiles(
         table: The block ids of the request whose keys these are.
         seen: [ROWS]: the last position that each row sees. ``positions``: [ROWS], its own; read if HAS_WINDOW.
         largest: [ROWS] float32: the largest score so far. ``total``: [ROWS] float32: the sum of weights so far.
+        found: [ROWS, PADDED_HEAD] float32: the weighted sum of values so far.
 
-    Returns the new ``largest`` and ``total``, and the weighted sum of values, [ROWS, PADDED_HEAD] float32.
+    Returns the new ``largest``, ``total`` and ``found``.
     """
     dims = tl.arange(0, PADDED_HEAD)
-    found = tl.zeros([ROWS, PADDED_HEAD], tl.float32)
     places = first_tile * TILE + tl.arange(0, TILE)
     blocks = tl.load(table + places // BLOCK, mask=(places >= begin) & (places < end), other=0)
     for tile in tl.range(first_tile, last_tile):
@@ -233,6 +234,16 @@ def attend(
         if part == 0:
             largest = tl.load(sinks + heads, mask=is_row, other=0.0) * LOG2_E
             total += 1.0
+    found = tl.zeros([ROWS, PADDED_HEAD], tl.float32)
+    if SHARED_ROWS:
+        first_program = tl.load(shares + 4 * request + 1)
+        num_programs = tl.where(part == 0, tl.load(shares + 4 * request + 2), 0)
+        of_request = tl.load(shares + 4 * request + 3) * GROUP + rows
+        for program in tl.range(first_program, first_program + num_programs):
+            cells = (program * num_kv_heads + head).to(tl.int64) * SHARED_ROWS + of_request
+            largest, total, found = merge(
+                largest, total, found, shared_partial, shared_sums, cells, is_row, PADDED_HEAD
+            )
     table = block_tables + request.to(tl.int64) * table_stride
     largest, total, found = attend_tiles(
         q,
@@ -249,6 +260,7 @@ def attend(
         positions,
         largest,
         total,
+        found,
         scale,
         softcap,
         window,
@@ -262,7 +274,6 @@ def attend(
     )
 
     is_result = is_row
-    is_last = num_parts == 1
     if CAN_SPLIT:  # noqa: SIM102 - decided when the kernel is compiled, unlike the inner one
         if num_parts > 1:
             of_entry = (entry * num_kv_heads + head).to(tl.int64) * GROUP + rows
@@ -282,15 +293,6 @@ def attend(
                 cells = (first + other * num_kv_heads).to(tl.int64) * GROUP + rows
                 largest, total, found = merge(largest, total, found, partial, sums, cells, is_row, PADDED_HEAD)
             tl.store(arrived + first, 0, mask=is_last)
-    if SHARED_ROWS:
-        first_program = tl.load(shares + 4 * request + 1)
-        num_programs = tl.load(shares + 4 * request + 2)
-        of_request = tl.load(shares + 4 * request + 3) * GROUP + rows
-        for program in tl.range(first_program, first_program + tl.where(is_last, num_programs, 0)):
-            cells = (program * num_kv_heads + head).to(tl.int64) * SHARED_ROWS + of_request
-            largest, total, found = merge(
-                largest, total, found, shared_partial, shared_sums, cells, is_row, PADDED_HEAD
-            )
     tl.store(
         out + (tokens[:, None] * num_heads + heads[:, None]) * HEAD + dims[None, :],
         (found / total[:, None]).to(out.dtype.element_ty),
@@ -371,6 +373,7 @@ def attend_shared(
         seen,
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, PADDED_HEAD], tl.float32),
         scale,
         softcap,
         0,

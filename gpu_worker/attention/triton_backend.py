@@ -69,12 +69,13 @@ def program_shape(
     return ProgramShape(power_of_2(group, rows), tile, warps, stages)
 
 
-def shared_shape(group: int, padded_head: int, dtype: torch.dtype, generation: int = 0) -> ProgramShape:
+def shared_shape(group: int, padded_head: int, dtype: torch.dtype) -> ProgramShape:
     """Choose the shape of programs that compute queries of several requests over keys that these share."""
     if dtype == torch.float32:
         return program_shape(1, group, padded_head, dtype)
-    # The rows of one wide instruction for 4 warps, so that a few requests waste few of them.
-    tile, (warps, stages) = (32, _WARPS_AND_STAGES.get(generation, (4, 3))) if padded_head > 128 else (64, (4, 3))
+    # The rows of one wide instruction for 4 warps, so that a few requests waste few of them. With heads of 256, 4 warps
+    # spill on a B200.
+    tile, warps, stages = (32, 8, 2) if padded_head > 128 else (64, 4, 3)
     return ProgramShape(power_of_2(group, 64), tile, warps, stages)
 
 
@@ -156,7 +157,7 @@ class TritonBackend(LocalBackend):
         self._token_bytes = 2 * config.num_kv_heads * config.cache_head_size * config.kv_dtype.itemsize
         self._padded_head = power_of_2(config.cache_head_size, 16)
         self._generation = generation_of(device)
-        self.shared_shape = shared_shape(self.group, self._padded_head, config.dtype, self._generation)
+        self.shared_shape = shared_shape(self.group, self._padded_head, config.dtype)
         self._counters: list[Tensor] = []
 
     def shape(self, most_queries: int) -> ProgramShape:

@@ -73,7 +73,8 @@ class SharedPrefixFinder:
         return self._found[2]
 
     def _search(self, query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes:
-        return find_shared_prefixes(query_lens, seq_lens, block_tables, self._block_size, self.fewest_members)
+        limits = (self._block_size, self.fewest_members, _FEWEST_TOKENS)
+        return find_shared_prefixes(query_lens, seq_lens, block_tables, *limits)
 
 
 def _goes_on(old_lens: IntArray, old_tables: IntArray, seq_lens: IntArray, tables: IntArray) -> bool:
@@ -93,7 +94,7 @@ def find_shared_prefixes(
     block_tables: IntArray,
     block_size: int,
     fewest_members: int,
-    fewest_tokens: int = _FEWEST_TOKENS,
+    fewest_tokens: int,
 ) -> SharedPrefixes:
     """Find the groups of at least ``fewest_members``, two or more, among requests with one query each, that share at
     least ``fewest_tokens``.

@@ -18,7 +18,7 @@ def find(tables, seq_lens, query_lens=None, fewest=2):
     width = max(map(len, tables))
     padded = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
     queries = np.array(query_lens or [1] * len(tables))
-    found = find_shared_prefixes(queries, np.array(seq_lens), padded, BLOCK_SIZE, fewest)
+    found = find_shared_prefixes(queries, np.array(seq_lens), padded, BLOCK_SIZE, fewest, BLOCK_SIZE)
     bounds = zip(found.starts[:-1], found.starts[1:], found.lengths, strict=True)
     return [(found.members[a:b].tolist(), int(length) // BLOCK_SIZE) for a, b, length in bounds]
 
@@ -95,7 +95,7 @@ def test_groups_are_found_anew_when_their_members_change(tables, seq_lens, query
     finder = SharedPrefixFinder(BLOCK_SIZE, 2)
     finder.find(*finding(SHARED, [130, 130]))
     step = finding(tables, seq_lens, query_lens)
-    found, expected = finder.find(*step), find_shared_prefixes(*step, BLOCK_SIZE, 2)
+    found, expected = finder.find(*step), find_shared_prefixes(*step, BLOCK_SIZE, 2, BLOCK_SIZE)
     assert (found.members.tolist(), found.lengths.tolist()) == (expected.members.tolist(), expected.lengths.tolist())
 
 

@@ -37,8 +37,6 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
         return False  # both engines happened to run no other request, or the tokenizer's processes to render no other
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
-    if plan.stutters and not any(answer.tokens) and any(map(_ends_requests, happened)):
-        return False  # its gateway was killed before any output processor had read of it
     if plan.copies_journals and answer.ask.resumes:
         return True  # a second output processor has what the client needs
     if answer.was_cut and any(_loses_requests(fault) for fault in happened):

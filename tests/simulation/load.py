@@ -201,7 +201,8 @@ class Client:
             return NEW
         if self.answer.ask.patience is not None:
             return token_of_key("", f"key {self.answer.ask.seed} {self.answer.ask.at}", _FINGERPRINT, "key")
-        return ResumeToken(self._request_id, _FINGERPRINT, resumes=bool(self._request_id))
+        delivered = tuple(map(len, self.answer.tokens)) if self._request_id else ()
+        return ResumeToken(self._request_id, _FINGERPRINT, resumes=bool(self._request_id), num_delivered=delivered)
 
     def _delivered(self) -> Delivered:
         """Return what the client has of the answer."""

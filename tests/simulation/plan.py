@@ -365,6 +365,7 @@ def with_stutters(plan: Plan) -> Plan:
         num_gateways=2,
         num_tokenizers=2,
         step_seconds=random.choice((0.05, 0.2)),  # most answers run through several stops
+        num_blocks=max(plan.num_blocks, 24),
         copies_journals=is_killed,
         stutters=True,
         spares=True,

@@ -120,8 +120,13 @@ def _mesh(
         gateways=options.parts,
         port=0,
         drain_timeout=DRAIN_SECONDS,
-        # Short prompts too are prefilled and decoded on different engines.
-        flags={"engine": engine, "coordinator": ("--pd-threshold", "0") if prefill else ()},
+        flags={
+            "engine": engine,
+            # Short prompts too are prefilled and decoded on different engines.
+            "coordinator": ("--pd-threshold", "0") if prefill else (),
+            # A mesh that has just been stopped is slow, not overloaded: what it refuses would count as failed.
+            "gateway": ("--max-queue-seconds", str(options.timeout)),
+        },
         common_flags=("--log-level", "warning"),
     )
 

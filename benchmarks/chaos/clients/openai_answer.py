@@ -12,9 +12,11 @@ class ErrorEvent(Exception):
 
 
 def error_text(body: bytes) -> str | None:
-    """Return code and message of OpenAI's error body; None: the body is not one."""
+    """Return code and message of OpenAI's error body, or the text of Ollama's; None: the body is neither."""
     try:
         error = json.loads(body)["error"]
+        if isinstance(error, str):
+            return error
         return f"{error.get('code') or error['type']}: {error['message']}"
     except (ValueError, KeyError, TypeError):
         return None

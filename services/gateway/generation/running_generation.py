@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tokenloom.request import errors, packed_ids
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
@@ -218,7 +219,9 @@ class RunningGeneration:
         submits, self._submits = self._submits, ()  # only the pool keeps them, within its budget
         token = self._token
         self.request_id = token.request_id or pool.name(self.request_id)
-        send = pool.resume if token.resumes else pool.submit
+        send = pool.submit
+        if token.resumes:
+            send = partial(pool.resume, may_begin=not any(token.num_delivered))
         for index, submit in enumerate(submits):
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)

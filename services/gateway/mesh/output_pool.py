@@ -174,12 +174,20 @@ class OutputPool:
         able = self._able()
         return random_digits + (able[0].mark if able else UNKNOWN_MARK)
 
-    def resume(self, submit: pb.Submit, collector: Sink, index: int, media: RestorableMedia | None = None) -> Cancel:
+    def resume(
+        self,
+        submit: pb.Submit,
+        collector: Sink,
+        index: int,
+        media: RestorableMedia | None = None,
+        *,
+        may_begin: bool = False,
+    ) -> Cancel:
         """Find the output processor that has a request of another gateway, or of another call, and collect its output
         from the beginning. ``submit`` is what would begin the request; if it moves later on, it is continued with that.
 
-        Returns what cancels it. The collector fails with ``RequestLost`` if no output processor has the request, and
-        none that may have it is away.
+        Returns what cancels it. If no output processor has the request, and none that may have it is away, it begins
+        anew with ``may_begin``: its client has nothing of it. Otherwise the collector fails with ``RequestLost``.
         """
         now = asyncio.get_running_loop().time()
         self._connect_all()
@@ -193,6 +201,7 @@ class OutputPool:
             sought_until=now + SEARCH_SECONDS,
             media=media,
         )
+        request.may_begin = may_begin
         if self._copies is not None:
             self._copies.add(request)
         self._seek(request)
@@ -433,7 +442,11 @@ class OutputPool:
                 self._begin_unknown(request)
             else:
                 self._seek_again(request, request.sought_until)
-        elif (until := self._end_of_search(request)) <= now:
+        elif (until := self._end_of_search(request)) <= now and request.may_begin and request.can_begin:
+            # Its gateway was lost before any output processor had read of it.
+            request.is_accepted = True  # as the gateway had
+            self._begin_unknown(request)
+        elif until <= now:
             request.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
         else:
             self._seek_again(request, min(until, now + RETRY_SECONDS))

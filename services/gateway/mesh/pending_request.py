@@ -93,6 +93,7 @@ class PendingRequest:
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
         runner: The stream that it was sent to last, or sought on; None: none yet.
         silent_at: The address of the output processor that fell silent with it last; empty: none did.
+        may_begin: While it is sought: its client has nothing of it, so that it may begin anew if no part has it.
         seeks_copy: While it is sought: no output processor runs it, so that a copy may continue it.
         unknown_to: The streams whose output processors do not have it, while it is sought.
         debt: Says whether it may be sent again.
@@ -119,6 +120,7 @@ class PendingRequest:
         "first_index",
         "is_accepted",
         "max_tokens",
+        "may_begin",
         "media",
         "num_bytes",
         "num_live",
@@ -165,7 +167,7 @@ class PendingRequest:
         self.refused_by: list[object] = []
         self.unknown_to: list[object] = []
         self.runner: object | None = None
-        self.seeks_copy = False
+        self.may_begin = self.seeks_copy = False
         self.silent_at = ""
         self.debt = RetryDebt(budget)
         self.is_accepted = False

@@ -58,6 +58,7 @@ def test_an_error_event() -> None:
     ("body", "text"),
     [
         (b'{"error": {"type": "server_error", "code": null, "message": "m"}}', "server_error: m"),
+        (b'{"error": "of Ollama"}', "of Ollama"),
         (b"<html>", None),
         (b"{}", None),
         (b"[1]", None),

@@ -139,7 +139,7 @@ async def test_a_scrape_counts_while_streams_end() -> None:
 class Search:
     """A request that is to be resumed, and two output processors; the first one is asked first."""
 
-    def __init__(self, max_kept_bytes: int = 1, **fields: Any) -> None:
+    def __init__(self, max_kept_bytes: int = 1, *, may_begin: bool = False, **fields: Any) -> None:
         """``fields``: more of what would begin it."""
         self.pool = a_pool(2, max_kept_bytes)
         links = [OutputLink(f"unix:{number}", Hello(), self.pool) for number in range(2)]
@@ -150,7 +150,8 @@ class Search:
         for link in links:
             link.stream = ProcessStream(self.pool)
         self.collector = Collector(1)
-        self.pool.resume(Submit(request_id=REQUEST_ID, tenant="a", **fields), self.collector, 0)
+        submit = Submit(request_id=REQUEST_ID, tenant="a", **fields)
+        self.pool.resume(submit, self.collector, 0, may_begin=may_begin)
 
     def is_asked(self, number: int) -> bool:
         stream = self.links[number].stream
@@ -235,6 +236,23 @@ async def test_a_request_is_sought_while_a_gateway_that_lives_has_it() -> None:
         await settle()
     with pytest.raises(RequestLost):
         await search.collector.take()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_a_request_that_no_part_has_begins_anew_if_its_client_has_nothing_of_it(is_kept: bool) -> None:
+    """Its gateway was killed while no output processor was connected: the client, which knew its id, got 404."""
+    search = Search(100 if is_kept else 1, may_begin=True, prompt=Prompt(token_ids=[1, 2]))
+    await search.unknown(0)
+    await search.unknown(1)
+    assert not search.collector.failed
+    pass_time(SEARCH_SECONDS)
+    await settle()
+    await search.unknown(0)
+    await search.unknown(1)
+    assert search.collector.failed == (not is_kept)
+    assert [(request.request_id, request.is_sought) for request in search.pool._waiting] == [
+        (REQUEST_ID, False)
+    ] * is_kept
 
 
 class Silences:

@@ -135,7 +135,8 @@ class Client:
                 self.answer.was_cut = True
                 await asyncio.wait([asking])
                 return False
-        is_taken = self.answer.ask.patience is not None and isinstance(self.answer.error, Aborted)
+        takes_back = self.answer.ask.patience is not None or self._mesh.plan.stutters
+        is_taken = takes_back and isinstance(self.answer.error, Aborted)
         if is_taken:  # by an earlier call, which its gateway has served late: the client takes the answer back
             self.answer.error, self.answer.num_taken = None, self.answer.num_taken + 1
         return not is_taken

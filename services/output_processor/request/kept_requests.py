@@ -92,7 +92,10 @@ class KeptRequests(Generic[R]):
         """Make a request known. One of the same id that has ended, or has no gateway, is forgotten; one that has a
         gateway and can be resumed stays known instead, until it ends."""
         request_id = request.request_id
-        self.make_way(request_id)
+        if request_id in self._ended:
+            self._forget(request_id)
+        elif request_id in self._lost:
+            self._lost[request_id][0].cancel()
         known, other = self._by_id.get(request_id), None
         if known is not None and known.can_repeat:
             other = request
@@ -101,12 +104,13 @@ class KeptRequests(Generic[R]):
         if other is not None:
             self._others.setdefault(request_id, []).append(other)
 
-    def make_way(self, request_id: str) -> None:
-        """End or forget the request of this id that has no stream, because its gateway submits it again."""
-        if request_id in self._ended:
-            self._forget(request_id)
-        elif request_id in self._lost:
-            self._lost[request_id][0].cancel()
+    def make_way(self, request_id: str) -> bool:
+        """End the request of this id that has no stream, because its gateway submits it again. Returns whether there
+        was one."""
+        if (lost := self._lost.get(request_id)) is None:
+            return False
+        lost[0].cancel()
+        return True
 
     def find(self, wanted: Resume | Submit) -> R | None:
         """Return the request that a gateway wants to continue, None if it is not known, or is another tenant's.

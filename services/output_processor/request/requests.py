@@ -461,9 +461,13 @@ class Requests:
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
         if submit.num_samples > 1 and submit.HasField("kv_transfer"):
             raise errors.InvalidArgument("kv_transfer is of one sample", "kv_transfer")
-        if submit.fingerprint:
-            self.kept.make_way(submit.request_id)  # before the limit, within which it may have been the last one
-        self._limit.check(submit)
+        try:
+            self._limit.check(submit)
+        except errors.TryElsewhere:
+            # Its place may be taken by itself: its gateway had lost it, and submits it again.
+            if not self.kept.make_way(submit.request_id):
+                raise
+            self._limit.check(submit)
         self._placer.budget.add_request()
         journals = _journals(submit) if submit.journals else {}
         if sum(journal.finished for journal in journals.values()) == (submit.num_samples or 1):

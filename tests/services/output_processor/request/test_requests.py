@@ -265,6 +265,22 @@ async def test_the_bound_is_retryable_and_an_end_makes_room(byte_level_tokenizer
     await bounded.tasks.close()
 
 
+async def test_a_request_that_its_gateway_submits_again_takes_its_own_place(byte_level_tokenizer: Tokenizer) -> None:
+    """It was refused for the place that it had itself, without its gateway."""
+    bounded, request = Bounded(byte_level_tokenizer, 1), submit(1)
+    request.fingerprint = b"body"
+    group = bounded.requests.make(request, Outbox(lambda: None), bounded.tasks, bounded.ended.append)
+    group.start()
+    assert bounded.requests.kept.lose(group, ("gateway-0", 1))
+    again = bounded.requests.make(request, Outbox(lambda: None), bounded.tasks, bounded.ended.append)
+    assert (group.is_over, bounded.requests.num_live) == (True, 1)
+    with pytest.raises(TryElsewhere):
+        bounded.start(2)
+    again.cancel()
+    await bounded.requests.kept.close()
+    await bounded.tasks.close()
+
+
 async def test_draining_takes_no_new_requests_and_waits_for_the_live_ones(byte_level_tokenizer: Tokenizer) -> None:
     bounded = Bounded(byte_level_tokenizer, 4)
     group = bounded.start(1)

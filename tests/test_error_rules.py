@@ -28,6 +28,7 @@ KEPT = {
     "gateway/routes/models_routes.py:_read": "an HTTP handler; no task",
     "gateway/responses/responses_endpoint.py:_read": "called by a request's handler; no task",
     "gateway/responses/mcp_servers.py:list_tools": "its caller is the edge of one response",
+    "relay/http_relay.py:_connect": "opens a connection: OSError, which a time-out is too, and names that are none",
     "runtime/helper_process.py:run": "its caller is the edge of one call",
     "runtime/helper_process.py:start": "the service starts, or ends with the error",
     "tokenizer/renderer.py:start": "the service starts, or ends with the error",

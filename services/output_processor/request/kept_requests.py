@@ -60,8 +60,9 @@ class KeptRequests(Generic[R]):
 
     A request whose gateway was lost is cancelled after ``seconds``, or a few seconds after the same incarnation of the
     gateway connects again, unless it is submitted again before that: the gateway has its requests, and may have sent
-    them to another output processor. A request that has ended without an error is forgotten after ``seconds``, or when
-    more recent ones fill ``max_bytes``. The limit of live requests bounds those that run.
+    them to another output processor. If that gateway is lost again meanwhile, the first time counts. A request that has
+    ended without an error is forgotten after ``seconds``, or when more recent ones fill ``max_bytes``. The limit of
+    live requests bounds those that run.
 
     Attributes:
         copies: Those of requests that other output processors run.
@@ -78,7 +79,8 @@ class KeptRequests(Generic[R]):
         self._bytes = AdmissionLimit(max_bytes)
         self._by_id: dict[str, R] = {}
         self._others: dict[str, list[R]] = {}  # live ones of an id that another one is known by; the oldest first
-        self._lost: dict[str, tuple[R, Peer, asyncio.TimerHandle]] = {}  # requests without a stream
+        # Requests without a stream, with the time at which each ends if its gateway stays away.
+        self._lost: dict[str, tuple[R, Peer, asyncio.TimerHandle, float]] = {}
         self._ended: dict[str, tuple[R, Reservation, float]] = {}  # with bytes and time to go; the oldest first
         self._purge_timer: asyncio.TimerHandle | None = None
         self._connected: dict[Peer, int] = {}
@@ -140,8 +142,12 @@ class KeptRequests(Generic[R]):
         return request
 
     def withdraw(self, request_id: str, tenant: str) -> None:
-        """End a request that its client does not want any more, and forget it. Nothing happens if it is not known."""
+        """End a request that its client does not want any more, and forget it, also where it was sent again meanwhile.
+        Nothing happens if it is not known."""
         self.copies.withdraw(request_id, tenant)
+        for other in self._others.get(request_id, [])[:]:  # first: the last of them would become the known one
+            if other.tenant == tenant:
+                other.cancel()
         request = self._by_id.get(request_id)
         if request is None or request.tenant != tenant:
             return
@@ -154,16 +160,23 @@ class KeptRequests(Generic[R]):
         """Note a gateway's stream. Requests that this incarnation lost have :data:`RETURNED_SECONDS` from now on: it
         submits them again, here or elsewhere, or asks for them if it had resumed them."""
         self._connected[peer] = self._connected.get(peer, 0) + 1
-        for request, lost_by, timer in list(self._lost.values()):
+        for request, lost_by, timer, until in list(self._lost.values()):
             if lost_by == peer:
                 timer.cancel()
-                self._keep(request, peer, min(self._seconds, RETURNED_SECONDS))
+                self._keep(request, peer, min(self._seconds, RETURNED_SECONDS), until)
 
     def disconnect(self, peer: Peer) -> None:
-        """Note the end of a gateway's stream."""
+        """Note the end of a gateway's stream. What it had lost before has the rest of its time if it is away again: it
+        may have been killed before it sent that again."""
         self._connected[peer] -= 1
-        if not self._connected[peer]:
-            del self._connected[peer]
+        if self._connected[peer]:
+            return
+        del self._connected[peer]
+        now = asyncio.get_running_loop().time()
+        for request, lost_by, timer, until in list(self._lost.values()):
+            if lost_by == peer and timer.when() < until:
+                timer.cancel()
+                self._keep(request, peer, until - now, until)
 
     def lose(self, request: R, peer: Peer) -> bool:
         """Keep a request whose gateway was lost. Returns False if it cannot be resumed or need not be."""
@@ -176,7 +189,8 @@ class KeptRequests(Generic[R]):
         if is_back and any(each.can_repeat for each in self._others.get(request.request_id, ())):
             return False
         request.detach()
-        self._keep(request, peer, min(self._seconds, RETURNED_SECONDS) if is_back else self._seconds)
+        until = asyncio.get_running_loop().time() + self._seconds
+        self._keep(request, peer, min(self._seconds, RETURNED_SECONDS) if is_back else self._seconds, until)
         return True
 
     def attached(self, request: R) -> None:
@@ -207,14 +221,14 @@ class KeptRequests(Generic[R]):
 
     def hurry(self) -> None:
         """Wait less for gateways, because the output processor drains."""
-        for request, peer, timer in list(self._lost.values()):
+        for request, peer, timer, _ in list(self._lost.values()):
             timer.cancel()
             self._keep(request, peer, min(self._seconds, DRAIN_SECONDS))
         self._seconds = min(self._seconds, DRAIN_SECONDS)
 
     async def close(self) -> None:
         """Cancel the requests without a gateway, and forget all others."""
-        for request, _, _ in list(self._lost.values()):
+        for request, *_ in list(self._lost.values()):
             request.cancel()
         for request_id in list(self._ended):
             self._forget(request_id)
@@ -230,18 +244,18 @@ class KeptRequests(Generic[R]):
             if not others:
                 del self._others[request.request_id]
 
-    def _keep(self, request: R, peer: Peer, seconds: float) -> None:
+    def _keep(self, request: R, peer: Peer, seconds: float, until: float = 0.0) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
 
         def expire() -> None:
             # What is read next may submit the request again, or ask for it: it waited while this process was stopped.
             if loop.time() - due > _LATE_SECONDS:
-                self._keep(request, peer, min(self._seconds, RETURNED_SECONDS))
+                self._keep(request, peer, min(self._seconds, RETURNED_SECONDS), until)
             else:
                 request.cancel()
 
-        self._lost[request.request_id] = request, peer, loop.call_at(due, expire)
+        self._lost[request.request_id] = request, peer, loop.call_at(due, expire), until
 
     def _purge(self) -> None:
         """Forget the requests whose time is over, and wait for the next one."""

@@ -158,6 +158,24 @@ async def test_an_incarnation_that_is_back_has_time_to_send_what_it_had(
     assert find(kept, "another") is another, "it is of another incarnation"
 
 
+async def test_a_gateway_that_is_lost_again_has_its_first_time(kept: KeptRequests[FakeRequest]) -> None:
+    """Starved, it had connected again, and was killed before it sent anything: its clients had 5 s instead of 60 s."""
+    request = begun(kept)
+    kept.lose(request, PEER)
+    kept.connect(PEER)
+    kept.connect(PEER)
+    pass_time(1)
+    await settle()
+    kept.disconnect(PEER)
+    kept.disconnect(PEER)
+    pass_time(SECONDS - 2)
+    await settle()
+    assert find(kept) is request
+    pass_time(1.2)
+    await settle()
+    assert request.log == ["cancelled"], "however often it comes and goes"
+
+
 async def test_what_was_sent_again_before_the_loss_was_noticed_stays_known(kept: KeptRequests[FakeRequest]) -> None:
     """It ran on the new stream of its gateway, and no call found it when the old one had ended."""
     first = begun(kept)
@@ -248,6 +266,14 @@ async def test_a_request_that_its_client_has_cancelled(kept: KeptRequests[FakeRe
         assert find(kept, request_id) is None
     assert (live.log, lost.log, ended.log) == (["cancelled"], ["cancelled"], [])
     assert kept.num_lost == 0
+
+
+async def test_a_cancelled_request_that_was_sent_twice_runs_nowhere(kept: KeptRequests[FakeRequest]) -> None:
+    """The second one took the place of the first, and ran on for nobody."""
+    first, second, third = (begun(kept) for _ in range(3))
+    kept.withdraw("a", "someone")
+    assert [each.log for each in (first, second, third)] == [["cancelled"]] * 3
+    assert find(kept) is None
 
 
 async def test_nothing_is_kept_for_no_time() -> None:

@@ -26,6 +26,8 @@ class Resumable(Protocol):
     def takes_over(self) -> bool: ...
     @property
     def done(self) -> bool: ...
+    @property
+    def ttft_seconds(self) -> float | None: ...
 
     async def take(self) -> object:
         """Wait for output. Raises what ended the request early."""
@@ -203,8 +205,10 @@ class ResumableRequests:
 
     def _is_sought(self, entry: _Entry) -> bool:
         """Return whether a later call of this gateway waits for the request: no output processor may have it now."""
-        later = self._by_id.get(entry.request.request_id)
-        return later is not None and later is not entry and bool(self._seconds)
+        later = self._find(entry.request.request_id, entry.tenant)
+        # One that has output found it elsewhere, or began it anew: this one would run for nobody, beyond all limits.
+        waits = later is not None and later is not entry and later.request.ttft_seconds is None
+        return waits and bool(self._seconds)
 
 
 def _outcome(error: errors.TokenloomError) -> str:

@@ -27,6 +27,7 @@ class FakeGeneration:
     def __init__(self, request_id: str = "a", fingerprint: bytes = b"body") -> None:
         self.request_id, self.fingerprint = request_id, fingerprint
         self.done, self.takes_over, self.is_superseded = False, True, False
+        self.ttft_seconds: float | None = None
         self.log: list[str] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -143,6 +144,22 @@ async def test_a_request_that_a_later_call_seeks_does_not_expire(held: Held) -> 
     pass_time(SECONDS + 0.2)
     await settle()
     assert (first.log, held.count("expired")) == (["closed"], 1)
+
+
+@pytest.mark.parametrize("is_of_another", [True, False])
+async def test_a_request_expires_beside_a_later_call_that_does_not_need_it(held: Held, is_of_another: bool) -> None:
+    """The later call had found what was left of it at another output processor. Both ran until both had ended, in one
+    place."""
+    first = held.abandoned()
+    later, admitted = FakeGeneration(), held.admit()
+    held.requests.add(later, "another" if is_of_another else "someone", admitted)
+    later.ttft_seconds = None if is_of_another else 0.5
+    await settle()
+    pass_time(SECONDS + 0.2)
+    await settle()
+    assert (first.log, held.count("expired")) == (["closed"], 1)
+    held.requests.remove(later)
+    admitted.end()
 
 
 @pytest.mark.parametrize(

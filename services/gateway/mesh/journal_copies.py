@@ -152,7 +152,11 @@ class JournalCopies:
         for earlier in self._of_ids[request.request_id]:
             if earlier is request:
                 break
-            self._copies[earlier] = None  # this one has taken its place
+            # This one takes its place. The end is said, too: where it is sent together with the withdrawal, that comes
+            # first, and the copy stayed until the stream ended.
+            if (replaced := self._copies[earlier]) is not None and not replaced.holder.has_ended:
+                replaced.holder.copies().ended.append(replaced.number)
+            self._copies[earlier] = None
         return True
 
     def _choose(self, runner: ProcessStream) -> ProcessStream | None:

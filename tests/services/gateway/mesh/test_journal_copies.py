@@ -12,6 +12,7 @@ from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.journal_copies import COPY_SECONDS, JournalCopies
 from tokenloom.services.gateway.mesh.output_pool import Cancel, OutputPool
 from tokenloom.services.gateway.mesh.process_stream import OutputLink, ProcessStream
+from tokenloom.services.output_processor.request.kept_requests import CopiedRequests
 from tokenloom.services.runtime.streams.slotted_stream import MESSAGE_BYTES
 from tokenloom.v1.output_processor_pb2 import JournalCopies as Sent
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SampleWeights, Submit
@@ -199,6 +200,22 @@ async def test_the_copy_of_a_later_call_outlives_the_one_before() -> None:
     end_later()
     assert list(gateway.sent(number).ended) == [last.number]
     assert gateway.copies._of_ids == {}
+
+
+async def test_no_copy_of_an_earlier_call_is_left_behind() -> None:
+    """Sent in one message with the withdrawal that was to end it, it stayed as long as its stream, and a call that
+    sought the request was told to wait for a gateway that had it no more."""
+    gateway = Gateway("a:1", "b:1", "c:1")
+    ends = [gateway.begin(Collector(1), take_over=True) for _ in range(2)]
+    copies = [CopiedRequests(60.0, 1 << 20) for _ in gateway.links]
+    for number, each in enumerate(copies):
+        each.receive(gateway, gateway.sent(number))
+    assert sum(each.num_copies for each in copies) == 1
+    for end in ends:
+        end()
+    for number, each in enumerate(copies):
+        each.receive(gateway, gateway.sent(number))
+    assert [(each.num_copies, each.num_bytes) for each in copies] == [(0, 0)] * 3
 
 
 async def test_one_output_processor_is_a_fall_back_until_there_are_two() -> None:

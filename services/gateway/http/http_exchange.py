@@ -182,7 +182,8 @@ class HttpExchange:
             gateway would.
         let_go: Lets the request end with this gateway, if that is killed: answered once more by another one, it would
             have effects twice. None: it does so in any case.
-        stays: Whether its connection ends with this gateway too: the client goes on with what this one alone has.
+        stays: Whether its connection ends with this gateway too: the client goes on with what this one alone has. On a
+            connection of another gateway ``let_go`` then raises :class:`.client_flow.ClientDisconnected`.
     """
 
     past: "PastResponse | None" = None

@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any, cast
 
-from ..client_flow import ResponseWriter
+from ..client_flow import ClientDisconnected, ResponseWriter
 from ..held_response import HeldResponse, hold_arrival, hold_request, hold_response
 from ..held_table import FOLLOWED, HeldTable, PastResponse
 from ..http_exchange import HttpExchange
@@ -39,6 +39,7 @@ class HeldProtocol(HttpProtocol):
         self._ends = past is not None and bool(past.state & FOLLOWED)  # with the next response
         self._goes_on = False  # while the request of a response that has begun is read again
         self._stays = False  # with this gateway, between requests: the latest one was for what it alone has
+        self._is_taken = past is not None
         self.found = "refused"
         if past is not None:
             self.refusal = b""  # within a response there is no place for the words of another one
@@ -142,9 +143,14 @@ class HeldProtocol(HttpProtocol):
         self._arrives = False
 
     def _give_up(self, exchange: HttpExchange) -> None:
+        """Raises ``ClientDisconnected``, and ends the connection, for a request that only the killed gateway could
+        answer: a client that has lost its connection asks again, one that is told 404 does not."""
         self._stays = exchange.stays
         self._let_go()
         exchange.hold = exchange.keep = exchange.held = None
+        if self._stays and self._is_taken:
+            self.transport.abort()
+            raise ClientDisconnected
 
     def _is_alone(self, exchange: HttpExchange) -> bool:
         """Return whether a request that has arrived can be written once more, and is all that was read."""

@@ -323,6 +323,27 @@ async def test_a_connection_stays_with_its_gateway_after_a_request_for_batches()
                 assert len(idle_ones(table)) == num_idle
 
 
+async def test_a_request_for_batches_ends_the_connection_of_another_gateway() -> None:
+    """As one that waits for its first request, and is used for a batch of the killed gateway."""
+    async with serving() as (server, _):
+        with connection() as (ours, client):
+            assert await server.take(connection_holder.IDLE.past, ours) == "idle"
+            client.send(REQUEST)
+            await received(client, b"POST")
+            client.send(REQUEST.replace(b"/a", b"/batches"))
+            assert await until(lambda: is_ended(client))
+
+
+def is_ended(client: socket.socket) -> bool:
+    """Whether the connection has ended, without a byte more."""
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
 async def test_a_connection_with_unsent_bytes_is_not_idle() -> None:
     """Another gateway has not the rest of a large answer, and its first words would be taken for that."""
     async with serving() as (server, table):

@@ -1,9 +1,8 @@
 """Finds the requests of a step that begin with the same blocks, so that attention reads those blocks once for all, and
 lists for the programs of a GPU which keys each of them reads."""
 
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -42,10 +41,6 @@ _NONE = SharedPrefixes.of([])
 class _Group:
     members: list[int]
     length: int
-
-    @property
-    def saved(self) -> int:
-        return (len(self.members) - 1) * self.length
 
 
 class SharedPrefixFinder:
@@ -103,9 +98,8 @@ def find_shared_prefixes(
     """
     if len(seq_lens) < fewest_members:
         return SharedPrefixes.of([])
-    decodes = np.flatnonzero(query_lens == 1)
     full_blocks = (seq_lens - 1) // block_size  # the query's own block is still being filled
-    groups = _split(decodes.tolist(), 0, full_blocks, block_tables, fewest_members)
+    groups = _groups(np.flatnonzero((query_lens == 1) & (full_blocks > 0)), full_blocks, block_tables, fewest_members)
     return SharedPrefixes.of(
         [
             _Group(group.members, group.length * block_size)
@@ -115,23 +109,76 @@ def find_shared_prefixes(
     )
 
 
-def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntArray, fewest: int) -> list[_Group]:
-    """Split requests that agree before column ``depth`` into groups that agree for longer; lengths are in blocks."""
-    if len(requests) < fewest:
+def _groups(requests: IntArray, full_blocks: IntArray, tables: IntArray, fewest: int) -> list[_Group]:
+    """Return the groups, with lengths in blocks, that save most among requests of at least one full block."""
+    _, kinds, counts = np.unique(tables[requests, 0], return_inverse=True, return_counts=True)
+    requests = requests[counts[kinds] >= fewest]
+    if not len(requests):
         return []
-    by_block: dict[int, list[int]] = defaultdict(list)
-    longer = [request for request in requests if full_blocks[request] > depth]
-    for request, block in zip(longer, tables[longer, depth].tolist() if longer else (), strict=True):
-        by_block[block].append(request)
-    found = []
-    for members in by_block.values():
-        if len(members) >= fewest:
-            rows = tables[members, : int(full_blocks[members].min())]
-            differing = np.flatnonzero((rows != rows[0]).any(axis=0))
-            whole = _Group(members, int(differing[0]) if len(differing) else rows.shape[1])
-            parts = _split(members, whole.length, full_blocks, tables, fewest)
-            found += parts if sum(part.saved for part in parts) > whole.saved else [whole]
-    return found
+    # In the order of their tables whatever begins alike is adjacent. Splitting groups block by block took 50 ms of a
+    # step where each of 256 requests had a block more in common with the next, and too many calls of 1,024.
+    width = int(np.partition(full_blocks[requests], -fewest)[-fewest])  # no group has more in common
+    own_blocks = np.minimum(full_blocks[requests], width)
+    depth = _common_blocks(tables, requests, int(own_blocks.min()))
+    rows = np.repeat(-1 - requests.astype(tables.dtype)[:, None], width - depth + 1, axis=1)  # unlike any other's
+    np.copyto(rows[:, :-1], tables[requests, depth:width], where=np.arange(depth, width) < own_blocks[:, None])
+    order = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__)
+    rows = rows[order]
+    alike = (rows[1:] != rows[:-1]).argmax(axis=1) + depth  # blocks that each has in common with the next
+    ranges = _best(alike.tolist(), fewest)
+    groups = [_Group(sorted(requests[order[begin:end]].tolist()), length) for begin, end, length in ranges]
+    return sorted(groups, key=lambda group: group.members[0])
+
+
+def _common_blocks(tables: IntArray, requests: IntArray, most: int) -> int:
+    """Return how many blocks all of these have in common, or a few less: most are read once, where all share them."""
+    depth = 0
+    while depth < most:
+        end = min(most, 2 * depth + 32)
+        if (tables[requests, depth:end] != tables[requests[0], depth:end]).any():
+            break
+        depth = end
+    return depth
+
+
+@dataclass(slots=True)
+class _Node:
+    """Holds neighbours that have ``length`` blocks in common, from ``begin`` on, and the ranges of them that save most:
+    begin, end, and length."""
+
+    length: int
+    begin: int
+    saved: int = 0
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def _best(alike: list[int], fewest: int) -> list[tuple[int, int, int]]:
+    """Return the ranges of at least ``fewest`` neighbours that save most. ``alike``: how many blocks each has in common
+    with the next."""
+    nodes = [_Node(0, 0)]  # each lies in the one before
+    for place, length in enumerate([*alike, 0]):
+        begin = place
+        inner: _Node | None = None
+        while nodes[-1].length > length:
+            node = nodes.pop()
+            end = place + 1
+            saved = (end - node.begin - 1) * node.length
+            if end - node.begin >= fewest and saved >= node.saved:
+                node.saved, node.ranges = saved, [(node.begin, end, node.length)]
+            begin, inner = node.begin, node
+            if nodes[-1].length > length:
+                _add(nodes[-1], inner)
+                inner = None
+        if nodes[-1].length < length:
+            nodes.append(_Node(length, begin))
+        if inner is not None:
+            _add(nodes[-1], inner)
+    return nodes[0].ranges
+
+
+def _add(node: _Node, inner: _Node) -> None:
+    node.saved += inner.saved
+    node.ranges += inner.ranges
 
 
 class SharedRoom(NamedTuple):

@@ -64,6 +64,13 @@ def test_a_short_prefix_of_many_outweighs_a_longer_one_of_few():
     assert find(tables, [50] * 8 + [70] * 2) == [(list(range(10)), 3)]
 
 
+def test_each_has_a_block_more_in_common_with_the_next():
+    """As where a conversation is asked about after each of its turns: each group lay in a call within another."""
+    count = 1100
+    tables = [[*range(1 + row), *[10_000 + row] * (count - row)] for row in range(count)]
+    assert find(tables, [BLOCK_SIZE * count + 1] * count) == [(list(range(549, count)), 550)]
+
+
 SHARED = [[*range(8), 10], [*range(8), 20]]
 
 

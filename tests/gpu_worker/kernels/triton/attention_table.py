@@ -1,5 +1,6 @@
-"""``python -m tests.gpu_worker.kernels.triton.attention_table`` compiles every variant of the attention kernels for
-an H100, without having one, and writes the registers and shared memory of each into ``docs/understand/decisions.md``.
+"""``python -m tests.gpu_worker.kernels.triton.attention_table`` compiles every variant of the attention kernels for an
+A100, an H100 and a B200, without having one, and writes the registers and shared memory of each into
+``docs/understand/decisions.md``.
 
 It takes minutes: a compilation takes seconds.
 """
@@ -25,8 +26,9 @@ from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 
 PAGE = Path(__file__).parents[4] / "docs/understand/decisions.md"
 BEGIN, END = "<!-- attention variants: begin -->", "<!-- attention variants: end -->"
-CAPABILITIES = {90: "H100"}
-"""The GPUs of the table, by compute capability; ``test_machine_code`` compiles for others, too."""
+CAPABILITIES = {80: "A100", 90: "H100", 100: "B200"}
+"""The GPUs of the table, by compute capability."""
+NONE = "no 8-bit floats"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ VARIANTS = {
 
 def cell(name: str, capability: int) -> str:
     """Return what a variant takes of a GPU."""
+    if VARIANTS[name].kv_dtype is not None and capability == 80:
+        return NONE
     code = VARIANTS[name].compiled(capability)
     return f"{code.registers}, {code.shared:,} B" + (f", {code.stack} B spilled" if code.stack else "")
 

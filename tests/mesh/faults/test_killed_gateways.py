@@ -62,7 +62,8 @@ class Stream:
                     name, _, value = line.partition(": ")
                     block[name] = value
                     continue
-                self._take(block)
+                if "data" in block:  # otherwise a comment, of a mesh that was silent for long
+                    self._take(block)
                 block = {}
 
     def _take(self, block: dict[str, str]) -> None:

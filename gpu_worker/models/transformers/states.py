@@ -5,7 +5,8 @@ one row [1, T, hidden_size]: a module that asks for a state is called once for e
 takes its chunk form, and once for all runs of one token, each a row of a batch, in which it takes its recurrent form.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,9 @@ FORM = "modules"
 _CHUNK = 64
 """The tokens of a chunk, in all modules. Those of Mamba-2 have 256 by default, for which transformers' code makes
 tensors of 4 GiB in a layer of Granite 4.0 H Small; with 64 it is a sixteenth."""
+_SOFTPLUS = F.softplus
+_VECTOR = 64
+"""Elements: a multiple of those that any processor computes in a turn."""
 _NUM_PROBED = 5
 """The tokens of the pass that finds the layers: more than a convolution looks back."""
 
@@ -170,6 +174,10 @@ class LayersWithStates:
             return None
         states = self._layers[index]
         assert states is not None, "only layers that keep a state are here"
+        with _even_softplus() if hidden.is_cpu else nullcontext():
+            return self._compute_waves(states, forward, hidden)
+
+    def _compute_waves(self, states: LayerStates, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor | None:
         out: Tensor | None = None
         for wave in self._waves:
             if len(wave.rows):
@@ -186,6 +194,24 @@ class LayersWithStates:
                     out[:, tokens] = part
                 _write(states, slice(run.written, run.written + 1), cache)
         return out
+
+
+@contextmanager
+def _even_softplus() -> Iterator[None]:
+    """Let modules compute softplus by :func:`_softplus` for the length of the ``with`` block."""
+    vars(F)["softplus"] = _softplus
+    try:
+        yield
+    finally:
+        vars(F)["softplus"] = _SOFTPLUS
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """Return softplus, with bits that do not depend on where in ``x`` an element lies: on CPUs PyTorch computes those
+    behind the last whole vectors by another function, so that a decay had another last bit in another batch."""
+    size = _VECTOR * torch.get_num_threads()  # each thread has a range of its own
+    padded = F.pad(x.reshape(-1), (0, -x.numel() % size))
+    return _SOFTPLUS(padded, beta, threshold)[: x.numel()].view(x.shape)
 
 
 class _Layer:

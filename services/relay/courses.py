@@ -145,7 +145,7 @@ class RelayedTurns:
                     raise
                 self._leave()
                 continue
-            return None  # the gateway has ended the call, or says what nobody has asked
+            return None  # the gateway has ended the call, or has sent an answer without a question
         self._asked = None
         return asked.result()
 
@@ -178,7 +178,7 @@ class RelayedTurns:
         if self._reading is not None:
             self._reading.cancel()
             if self._reading.done() and not self._reading.cancelled():
-                self._reading.exception()  # else it is logged as one that nobody has seen
+                self._reading.exception()  # an error that no code takes is logged by asyncio
             self._reading = None
         if self.call is not None:
             self.call.cancel()

@@ -1,4 +1,4 @@
-"""Decrypts the connections of HTTP's clients. It passes bytes, and knows nothing of HTTP: the connection behind each
+"""Decrypts the connections of HTTP's clients. It passes bytes without reading them: the connection behind each
 one is that of a client to its gateway, which holds it (``--hold-connections``)."""
 
 import asyncio
@@ -17,7 +17,7 @@ _TRY_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
 _QUIET_SECONDS = 1.0
-"""A connection of HTTP whose gateway has said the last word, so long ago, has no answer that is being written."""
+"""A connection of HTTP whose gateway has sent nothing for so long has no answer that is being written."""
 _BACKLOG = 4096
 
 

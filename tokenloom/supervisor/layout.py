@@ -353,8 +353,8 @@ class _Layout:
         return replace(self._part("relay", index, flags), descriptors=tuple(descriptors.values()))
 
     def _must_hold(self) -> bool:
-        """Return whether gateways hold connections although they were not told to: what a relay decrypts goes on only
-        then."""
+        """Return whether gateways hold connections without a flag for it: else what a relay decrypts would end with
+        its gateway."""
         given = self._options.flags.get("gateway", ())
         return self._options.has_public_relays and not any(each.startswith("--hold-connections") for each in given)
 

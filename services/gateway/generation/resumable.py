@@ -206,7 +206,8 @@ class ResumableRequests:
     def _is_sought(self, entry: _Entry) -> bool:
         """Return whether a later call of this gateway waits for the request: no output processor may have it now."""
         later = self._find(entry.request.request_id, entry.tenant)
-        # One that has output found it elsewhere, or began it anew: this one would run for nobody, beyond all limits.
+        # A later call that has output found the request elsewhere, or began it anew: no client reads this one any more,
+        # and no limit counts it.
         waits = later is not None and later is not entry and later.request.ttft_seconds is None
         return waits and bool(self._seconds)
 

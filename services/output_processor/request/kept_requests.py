@@ -209,8 +209,8 @@ class KeptRequests(Generic[R]):
         if not request.is_complete or not self._seconds or (reservation := self._reserve(num_bytes)) is None:
             del self._by_id[request_id]
             if others := self._others.get(request_id):
-                # Sent again on another stream of its gateway before the end of the first one was noticed. It ran, and
-                # nobody found it.
+                # The gateway sent it again on another stream before the end of the first one was noticed. Both run, and
+                # a gateway that continues the request must find one of them.
                 self._by_id[request_id] = others[-1]
                 self._leave_others(others[-1])
             return

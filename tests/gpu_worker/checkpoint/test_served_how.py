@@ -10,13 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from tests.checkpoints.whisper_checkpoint import WHISPER_CONFIG
-from tests.gpu_worker.checkpoint.published_configs import CONFIGS as PUBLISHED
-from tests.gpu_worker.checkpoint.published_configs import LLAMA_4_SCOUT
+from tests.gpu_worker.checkpoint.served_configs import BERT, LLAMA, answer, of
 from tests.parity.vision_checkpoints import BY_MODULES, CONFIGS
 from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
-    KVConfig,
     LoraConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -24,35 +22,11 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.gpu_worker.checkpoint import module_types as module
-from tokenloom.gpu_worker.checkpoint.local_config import LIBRARIES, AttentionLibrary
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.checkpoint.module_types import transformers_types
-from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
-
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "dtype": "float32",
-}
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+from tokenloom.gpu_worker.checkpoint.served_how import served_how
 
 GEMMA_4 = LLAMA | {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
-
-
-def write(path: Path, entries: dict[str, Any]) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(entries))
-    return path
-
-
-def answer(path: Path, entries: dict[str, Any], *, has_gpu: bool = False, **options: Any) -> ServedHow:
-    worker = {name: options.pop(name) for name in WorkerConfig.__struct_fields__ if name in options}
-    config = EngineConfig(worker=WorkerConfig(model=str(write(path / "model", entries)), **worker), **options)
-    return served_how(config, has_gpu=has_gpu)
 
 
 def test_nothing_that_takes_seconds_to_import_is_needed() -> None:
@@ -75,10 +49,6 @@ def test_nothing_that_takes_seconds_to_import_is_needed() -> None:
 )
 def test_what_computes_a_checkpoint(tmp_path: Path, entries: dict[str, Any], by: str) -> None:
     assert answer(tmp_path, entries).by == by
-
-
-def of(name: str, kind: str, **entries: Any) -> dict[str, Any]:
-    return LLAMA | {"architectures": [name], "model_type": kind} | entries
 
 
 NO_SLOT = "keeps a state that transformers' cache does not hold"
@@ -189,123 +159,6 @@ def test_a_dtype_that_is_not_computed_is_refused(tmp_path: Path, name: str, kind
         answer(tmp_path, of(name, kind, dtype="float8_e4m3fn"))
 
 
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "device": ({"device": "cuda"}, "device cuda: PyTorch finds no GPU on this machine; choose cpu"),
-    "dtype": ({"dtype": "float16"}, "dtype float16 is computed on a GPU only: choose bfloat16 or float32"),
-    "quantization": ({"quantization": "fp8"}, "quantization fp8 is computed on a GPU only: choose int8-dynamic"),
-    "KV cache": ({"cache": CacheConfig(dtype="fp8")}, "kv_cache_dtype fp8 is read on a GPU only: choose int8"),
-    "weights on the host": ({"cpu_offload_gb": 1}, "cpu_offload_gb: the weights of a CPU are in memory of the host"),
-    "library of attention": (
-        {"attention_backend": "flashinfer"},
-        "attention_backend flashinfer computes on a GPU only: choose auto",
-    ),
-    "context": ({"max_model_len": 65}, "max_model_len 65: the model's context has 64 tokens: give at most that"),
-    "workers": (
-        {"parallel": ParallelConfig(tensor_parallel_size=3)},
-        "3 does not divide the model's 2 attention heads",
-    ),
-    "modules on workers": (
-        {"model_impl": "transformers", "parallel": ParallelConfig(tensor_parallel_size=3)},
-        "tensor_parallel_size 3 does not divide num_attention_heads 2",
-    ),
-    "stages of modules": (
-        {"model_impl": "transformers", "parallel": ParallelConfig(pipeline_parallel_size=8)},
-        "pipeline_parallel_size: 8 stages for",
-    ),
-    "experts of modules over workers": (
-        {
-            "model_impl": "transformers",
-            "parallel": ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True),
-        },
-        "enable_expert_parallel: experts of transformers' modules are not spread; leave it out",
-    ),
-    "context of modules": ({"model_impl": "transformers", "max_model_len": 65}, "the model's context has 64 tokens"),
-    "dummy modules": ({"model_impl": "transformers", "load_format": "dummy"}, "load_format dummy makes weights for"),
-}
-
-
-def test_layers_of_which_each_head_has_queries_keys_and_values_are_divided_by_heads(tmp_path: Path) -> None:
-    entries = of("GPTNeoXForCausalLM", "gpt_neox", num_attention_heads=4, hidden_size=96)
-    with pytest.raises(ValueError, match="tensor_parallel_size 3 does not divide num_attention_heads 4"):
-        answer(tmp_path, entries, parallel=ParallelConfig(tensor_parallel_size=3))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
-    options, reason = OPTIONS[name]
-    with pytest.raises(ValueError, match=reason):
-        answer(tmp_path, LLAMA, **options)
-
-
-def test_weights_that_stay_on_the_host_are_those_of_built_in_classes(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"has_gpu": True, "cpu_offload_gb": 0.5}
-    assert answer(tmp_path, LLAMA, **options).by == "built in"
-    with pytest.raises(ValueError, match="cpu_offload_gb: transformers' modules and encoders keep all weights on the"):
-        answer(tmp_path, LLAMA, model_impl="transformers", **options)
-    with pytest.raises(ValueError, match="cpu_offload_gb: is not supported with enable_lora"):
-        answer(tmp_path, LLAMA, lora=LoraConfig(enable=True), **options)
-    for moving in (
-        ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True),
-        ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),
-    ):
-        with pytest.raises(ValueError, match="cpu_offload_gb: is not supported with experts that move"):
-            answer(tmp_path, LLAMA, parallel=moving, **options)
-
-
-WIDE = LLAMA | {"head_dim": 64, "dtype": "bfloat16"}
-LIBRARY: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "dtype": ("flashinfer", WIDE, {"dtype": "float32"}, "it computes in float16 and bfloat16, not in float32"),
-    "heads": ("flashinfer", WIDE | {"head_dim": 96}, {}, "it has heads of 64, 128, 256, not of 96"),
-    "large heads": ("flash-attn", WIDE | {"head_dim": 256}, {}, "it has heads of 64, 96, 128, not of 256"),
-    "cache": ("flash-attn", WIDE, {"cache": CacheConfig(dtype="fp8")}, "it does not read kv_cache_dtype fp8"),
-    "blocks": ("flash-attn", WIDE, {"cache": CacheConfig(block_size=64)}, "its blocks have at most 32 tokens, not 64"),
-    "chunks": ("flash-attn", LLAMA_4_SCOUT, {"language_model_only": True}, "it knows layers of one shape only"),
-    "compressed vectors": ("flashinfer", PUBLISHED["deepseek-ai/DeepSeek-V3"], {}, "it reads no compressed vectors"),
-    "modules": ("flash-attn", WIDE, {"model_impl": "transformers"}, "transformers' modules choose the scores"),
-    "sinks": ("flashinfer", PUBLISHED["openai/gpt-oss-20b"], {}, "it knows no sinks"),
-    "a context in parts": (
-        "flashinfer",
-        WIDE,
-        {"parallel": ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2)},
-        "no part of a context is computed by it",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LIBRARY)
-def test_what_a_library_of_attention_lacks_is_named(tmp_path: Path, name: str, monkeypatch) -> None:
-    library, entries, options, reason = LIBRARY[name]
-    monkeypatch.setattr(AttentionLibrary, "is_installed", True)
-    with pytest.raises(ValueError, match=f"attention_backend {library}: {reason}.*; choose auto"):
-        answer(tmp_path, entries, has_gpu=True, attention_backend=library, **options)
-
-
-def test_libraries_compute_no_layers_of_drafts(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(AttentionLibrary, "is_installed", True)
-    draft = str(write(tmp_path / "draft", WIDE))
-    speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=2, model=draft)
-    with pytest.raises(ValueError, match="flash-attn: the layers of drafts are not computed by it yet: choose auto"):
-        answer(tmp_path, WIDE, has_gpu=True, attention_backend="flash-attn", speculative=speculative)
-    lookup = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    assert answer(tmp_path, WIDE, has_gpu=True, attention_backend="flash-attn", speculative=lookup).by == "built in"
-
-
-def test_libraries_compute_what_they_know(tmp_path: Path, monkeypatch) -> None:
-    # One of that name that is damaged, or another project's: it is not imported to be found.
-    for folder in ("flashinfer", "flash_attn"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").write_text("raise ImportError('libcudart.so: cannot open')")
-    monkeypatch.syspath_prepend(tmp_path)
-    for library in LIBRARIES:
-        with pytest.raises(ValueError, match=f"{library}: it needs the package {library}.*; install it, or choose"):
-            answer(tmp_path, WIDE, has_gpu=True, attention_backend=library)
-    monkeypatch.setattr(AttentionLibrary, "is_installed", True)
-    for library in LIBRARIES:
-        assert answer(tmp_path, WIDE, has_gpu=True, attention_backend=library).by == "built in"
-    cache = CacheConfig(dtype="fp8", block_size=128)
-    assert answer(tmp_path, WIDE, has_gpu=True, attention_backend="flashinfer", cache=cache).by == "built in"
-
-
 @pytest.mark.parametrize("name", ["BertModel", "LlamaForSequenceClassification", "Qwen3Model"])
 def test_a_model_without_text_generates_none(tmp_path: Path, name: str) -> None:
     assert answer(tmp_path, LLAMA | {"architectures": [name]}).by in ("built in", "encoder")
@@ -391,24 +244,6 @@ def test_blocks_end_where_chunks_of_attention_end(tmp_path: Path) -> None:
         answer(tmp_path, CONFIGS["llama4"], cache=CacheConfig(block_size=48), language_model_only=True)
 
 
-UNORDERED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "an encoder": (of("BertModel", "bert"), {}, "encoders follow the batch"),
-    "modules": (of("PhiForCausalLM", "phi"), {}, "transformers' modules, which compute this model, follow the batch"),
-    "modules by choice": (LLAMA, {"model_impl": "transformers"}, "leave out model_impl"),
-    "vectors": (LLAMA, {"runner": "pooling"}, "choose runner auto or generate"),
-    "another attention": (LLAMA, {"attention_backend": "torch"}, "attention_backend torch follows the batch"),
-    "drafts": (
-        LLAMA,
-        {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)},
-        "leave out speculative_config",
-    ),
-    "several workers": (LLAMA, {"parallel": ParallelConfig(tensor_parallel_size=2)}, "use one worker"),
-    "short blocks": (LLAMA, {"cache": CacheConfig(block_size=8)}, "block size 8 is not a multiple of 16"),
-    "a model without text": (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, {}, "writes no text"),
-}
-
-
-BERT = of("BertModel", "bert") | {"num_attention_heads": 4, "intermediate_size": 6, "num_hidden_layers": 2}
 TWO = ParallelConfig(tensor_parallel_size=2)
 ENCODERS: dict[str, tuple[dict[str, Any], ParallelConfig, str]] = {
     "heads": (BERT, ParallelConfig(tensor_parallel_size=3), "3 does not divide the model's 4 attention heads"),
@@ -485,29 +320,6 @@ def test_adapters_of_models_that_can_have_none_are_refused_before_a_start(
         answer(tmp_path, entries, lora=LoraConfig(enable=True))
 
 
-@pytest.mark.parametrize("name", UNORDERED)
-def test_what_follows_the_batch_is_refused_by_batch_invariant_engines(tmp_path: Path, name: str) -> None:
-    entries, options, reason = UNORDERED[name]
-    with pytest.raises(ValueError, match=f"^batch_invariant: .*{reason}"):
-        answer(tmp_path, entries, batch_invariant=True, **{"runner": "auto", **options})
-
-
-def test_batch_invariant_engines_compute_on_a_cpu(tmp_path: Path) -> None:
-    assert answer(tmp_path, LLAMA, batch_invariant=True, has_gpu=True, device="cpu").by == "built in"
-    with pytest.raises(ValueError, match=r"^batch_invariant: products on cuda follow the batch: choose --device cpu"):
-        answer(tmp_path, LLAMA, batch_invariant=True, has_gpu=True)
-
-
-def test_the_flag_changes_nothing_for_a_model_of_text(tmp_path: Path) -> None:
-    assert answer(tmp_path, LLAMA, language_model_only=True) == answer(tmp_path, LLAMA)
-
-
-def test_a_gpu_has_rules_of_its_own(tmp_path: Path) -> None:
-    assert answer(tmp_path, LLAMA, has_gpu=True, dtype="float16").by == "built in"
-    with pytest.raises(ValueError, match="int4 is not supported on cuda: choose fp8"):
-        answer(tmp_path, LLAMA, has_gpu=True, quantization="int4")
-
-
 def test_another_version_of_transformers_is_untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.metadata, "version", lambda name: "99.0")
     module.transformers_types.cache_clear()
@@ -537,24 +349,6 @@ def test_a_context_is_a_limit_where_the_class_stretches_by_default(tmp_path: Pat
         answer(tmp_path, of("Apertus1p5TextForCausalLM", "apertus1p5_text", rope_parameters=rope), max_model_len=65)
 
 
-def test_processors_bound_the_workers_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 2}
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    for parallel in ({"tensor_parallel_size": 8}, {"tensor_parallel_size": 16, "distributed_executor_backend": "ray"}):
-        assert answer(tmp_path, LLAMA | heads, parallel=ParallelConfig(**parallel)).by == "built in"
-    with pytest.raises(ValueError, match="16 workers: at most 4 share one of the 2 processors"):
-        answer(tmp_path, LLAMA | heads, parallel=ParallelConfig(tensor_parallel_size=16))
-
-
-def test_cores_on_ray_are_refused_what_they_do_not_do(tmp_path: Path) -> None:
-    moe = of("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=1)
-    group = {"data_parallel_backend": "ray", "data_parallel_size": 2}
-    assert answer(tmp_path, LLAMA, parallel=ParallelConfig(**group)).by == "built in"
-    assert answer(tmp_path, moe, parallel=ParallelConfig(**group)).by == "built in"
-    with pytest.raises(ValueError, match="data_parallel_backend: KV does not move"):
-        answer(tmp_path, LLAMA, parallel=ParallelConfig(**group), kv=KVConfig(transports=("shm",)))
-
-
 def test_an_empty_quantization_asks_for_nothing(tmp_path: Path) -> None:
     assert answer(tmp_path, of("MPNetModel", "mpnet", quantization_config={})).by == "encoder"
 
@@ -565,97 +359,6 @@ def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkey
     assert answer(tmp_path, of("PhiForCausalLM", "phi", odd=False)).is_tried
     with pytest.raises(ValueError, match="it has odd = true, with which it looks ahead"):
         answer(tmp_path, of("PhiForCausalLM", "phi", odd=True))
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"parallel": ParallelConfig(decode_context_parallel_size=2, tensor_parallel_size=2)}, "keeps a state between"),
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "keeps a state between tokens, .* use one worker"),
-        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "keeps a state between tokens, .* use one worker"),
-        ({"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100)}, r"max_num_seqs 64 \+ 64"),
-        ({"scheduler": SchedulerConfig(long_prefill_token_threshold=64)}, "must be above 64, or 0"),
-        ({"lora": LoraConfig(enable=True)}, "enable_lora: no layer of this model can have an adapter"),
-    ],
-)
-def test_what_layers_of_modules_with_a_state_exclude_is_refused_before_a_start(
-    tmp_path: Path, options: dict[str, Any], reason: str
-) -> None:
-    bamba = of("BambaForCausalLM", "bamba")
-    assert answer(tmp_path, bamba).state_chunk == 64
-    with pytest.raises(ValueError, match=reason):
-        answer(tmp_path, bamba, **options)
-
-
-DELTA = LLAMA | {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_key_value_heads": 1,
-}
-SHORT = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100)
-
-
-def test_a_gpu_computes_prompts_in_chunks_if_steps_have_room(tmp_path: Path) -> None:
-    found = {
-        where: answer(tmp_path, DELTA, **options)
-        for where, options in {
-            "cpu": {},
-            "gpu": {"has_gpu": True},
-            "gpu, not used": {"has_gpu": True, "device": "cpu"},
-            "gpu, without kernels": {"has_gpu": True, "attention_backend": "torch"},
-            "gpu, small steps": {"has_gpu": True, "scheduler": SHORT},
-            "gpu, scan": {"has_gpu": True, "state_prompts": "scan", "scheduler": SHORT},
-        }.items()
-    }
-    found["gpu, wide states"] = answer(tmp_path, DELTA | {"linear_key_head_dim": 512}, has_gpu=True)
-    assert {where: how.state_chunk for where, how in found.items()} == dict.fromkeys(found, 1) | {"gpu": 64}
-    forms = [how.config.states.form for how in found.values() if isinstance(how.config, ModelConfig)]
-    assert forms == ["gdn-scan-fp32", "gdn-products", *["gdn-scan-fp32"] * 5]
-
-
-@pytest.mark.parametrize(
-    ("entries", "options", "reason"),
-    [
-        (DELTA, {"has_gpu": False}, r"chunks is computed on a GPU \(cuda\) only: choose scan"),
-        (DELTA, {"device": "cpu"}, r"chunks is computed on a GPU \(cuda\) only: choose scan"),
-        (DELTA, {"attention_backend": "torch"}, "goes with Triton's kernels: leave out attention_backend torch"),
-        (DELTA, {"scheduler": SHORT}, r"max_num_seqs 64 \+ 64"),
-        (DELTA, {"state_prompts": "fla"}, "fla needs the package fla-core; install it, or choose chunks"),
-        (DELTA | {"linear_key_head_dim": 512}, {}, "states of at most 256 elements a row, not of 512; choose scan"),
-        (LLAMA, {}, "state_prompts: no layer of this model keeps a state; leave it out"),
-        (of("BambaForCausalLM", "bamba"), {}, "chunks says how built-in layers .* this model has none"),
-        (of("BertModel", "bert"), {}, "an encoder keeps no KV and no states; do not set state_prompts"),
-    ],
-)
-def test_chosen_ways_to_compute_prompts_are_refused_where_they_are_none(
-    tmp_path: Path, entries: dict[str, Any], options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        answer(tmp_path, entries, **{"has_gpu": True, "state_prompts": "chunks", **options})
-
-
-def test_fla_computes_gated_delta_nets_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for reader in ("local_config", "mixer_config"):
-        monkeypatch.setattr(f"tokenloom.gpu_worker.checkpoint.{reader}.version", lambda _: "0.6.0")
-    options: dict[str, Any] = {"has_gpu": True, "state_prompts": "fla"}
-    found = answer(tmp_path, DELTA | {"dtype": "bfloat16"}, **options).config
-    assert isinstance(found, ModelConfig)
-    assert found.states is not None
-    assert (found.states.form, found.states.chunk) == ("gdn-fla-core-0.6.0", 64)
-    with pytest.raises(ValueError, match="fla-core does not compute float32; choose chunks, or the dtype bfloat16"):
-        answer(tmp_path, DELTA, **options)
-    sizes = {name: LLAMA[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    heads = {"head_dim": 8, "num_heads": 4, "n_groups": 1, "dtype": "bfloat16"}
-    mamba = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", **sizes, **heads}
-    with pytest.raises(ValueError, match="fla-core does not compute Mamba-2 here; choose chunks"):
-        answer(tmp_path, mamba, **options)
-
-
-def test_modules_with_a_scan_have_no_chunks(tmp_path: Path) -> None:
-    scheduler = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100, long_prefill_token_threshold=64)
-    assert answer(tmp_path, of("JambaForCausalLM", "jamba"), scheduler=scheduler).state_chunk == 1
-    assert answer(tmp_path, LLAMA, scheduler=scheduler).state_chunk == 0
 
 
 def test_what_excludes_sounds_beside_prompts_is_named(tmp_path: Path) -> None:
@@ -674,62 +377,3 @@ def test_what_excludes_sounds_beside_prompts_is_named(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(WHISPER_CONFIG | {"max_source_positions": 100}))
     with pytest.raises(ValueError, match="max_source_positions must be at least max_target_positions = 448"):
         served_how(EngineConfig(worker=worker), has_gpu=False)
-
-
-EAGLE_3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-DRAFTS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a smaller vocabulary": ("draft_model", LLAMA | {"vocab_size": 31}, "vocabulary has 31 tokens and the model's 32"),
-    "a shorter context": ("draft_model", LLAMA | {"max_position_embeddings": 63}, "has 63 tokens and the model's 64"),
-    "another dtype": ("draft_model", LLAMA | {"dtype": "bfloat16"}, "is bfloat16 and the model's float32; set dtype"),
-    "modules": ("draft_model", of("PhiForCausalLM", "phi"), "draft needs transformers' modules or is an encoder"),
-    "an encoder": ("draft_model", of("BertModel", "bert"), "draft needs transformers' modules or is an encoder"),
-    "states": ("draft_model", of("BambaForCausalLM", "bamba"), "layers of draft keep a state between tokens"),
-    "a class of no library": ("draft_model", of("OddForCausalLM", "odd"), "draft needs transformers' modules"),
-    "a head of another size": ("eagle", LLAMA | {"num_hidden_layers": 1, "hidden_size": 8}, "1 layers of size 8"),
-    "a head of two layers": ("eagle", LLAMA, "the head has 2 layers of size 16; it needs one of the model's size, 16"),
-    "an EAGLE-3 head of another dtype": ("eagle3", EAGLE_3 | {"dtype": "bfloat16"}, "is bfloat16 and the model's"),
-}
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_a_model_that_cannot_draft_is_refused_before_a_start(tmp_path: Path, name: str) -> None:
-    method, entries, reason = DRAFTS[name]
-    speculative = SpeculativeConfig(method=method, model=str(write(tmp_path / "draft", entries)))
-    with pytest.raises(ValueError, match=reason):
-        answer(tmp_path, LLAMA | {"num_hidden_layers": 8}, speculative=speculative)
-    answer(tmp_path, LLAMA | {"num_hidden_layers": 8})
-
-
-@pytest.mark.parametrize(
-    ("method", "entries", "reason"),
-    [
-        ("draft_model", {"vocab_size": 31}, "vocabulary has 31 tokens and the model's 32"),
-        ("draft_model", {"max_position_embeddings": 63}, "has 63 tokens and the model's 64"),
-        ("draft_model", {"dtype": "bfloat16"}, "is bfloat16 and the model's float32"),
-        ("eagle", {"num_hidden_layers": 1, "hidden_size": 8}, "1 layers of size 8"),
-    ],
-)
-def test_drafts_for_transformers_modules_are_compared_before_a_start(
-    tmp_path: Path, method: str, entries: dict[str, Any], reason: str
-) -> None:
-    def answered(changed: dict[str, Any]) -> None:
-        speculative = SpeculativeConfig(method=method, model=str(write(tmp_path / "draft", LLAMA | changed)))
-        answer(tmp_path, of("PhiForCausalLM", "phi", dtype="float32"), speculative=speculative)
-
-    with pytest.raises(ValueError, match=reason):
-        answered(entries)
-    answered({"num_hidden_layers": 1})
-
-
-def test_models_that_can_draft_pass(tmp_path: Path) -> None:
-    for method, entries in (("draft_model", LLAMA), ("eagle", LLAMA | {"num_hidden_layers": 1}), ("eagle3", EAGLE_3)):
-        speculative = SpeculativeConfig(method=method, model=str(write(tmp_path / "draft", entries)))
-        answer(tmp_path, LLAMA | {"num_hidden_layers": 8}, speculative=speculative)
-
-
-def test_an_eagle_head_needs_embeddings_of_tokens_alone(tmp_path: Path) -> None:
-    entries = {name: value for name, value in LLAMA.items() if name != "intermediate_size"}
-    opt = entries | {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 32}
-    head = write(tmp_path / "draft", LLAMA | {"num_hidden_layers": 1})
-    with pytest.raises(ValueError, match="EAGLE heads do not draft for models of the family opt"):
-        answer(tmp_path, opt, speculative=SpeculativeConfig(method="eagle", model=str(head)))

@@ -61,7 +61,7 @@ def test_the_time_until_a_retry_is_at_most_a_day(delay: Duration, seconds: float
 def test_a_call_that_grpc_could_not_finish_counts_as_cut(
     details: str, expected: type[errors.TokenloomError], is_cut: bool
 ) -> None:
-    """On a machine that stood still for seconds, pings were late, and a client was told of a fault of ours."""
+    """On a machine that stood still for seconds, pings were late, and the client got an INTERNAL for it."""
     none = grpc.aio.Metadata()
     failed = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, details)
     assert type(wire_errors.from_rpc(failed)) is expected

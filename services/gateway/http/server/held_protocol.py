@@ -144,7 +144,7 @@ class HeldProtocol(HttpProtocol):
 
     def _give_up(self, exchange: HttpExchange) -> None:
         """Raises ``ClientDisconnected``, and ends the connection, for a request that only the killed gateway could
-        answer: a client that has lost its connection asks again, one that is told 404 does not."""
+        answer: a client that has lost its connection asks again, one that has got a 404 does not."""
         self._stays = exchange.stays
         self._let_go()
         exchange.hold = exchange.keep = exchange.held = None

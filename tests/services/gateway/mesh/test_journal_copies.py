@@ -203,8 +203,8 @@ async def test_the_copy_of_a_later_call_outlives_the_one_before() -> None:
 
 
 async def test_no_copy_of_an_earlier_call_is_left_behind() -> None:
-    """Sent in one message with the withdrawal that was to end it, it stayed as long as its stream, and a call that
-    sought the request was told to wait for a gateway that had it no more."""
+    """A copy sent in one message with the withdrawal that was to end it stayed as long as its stream, and a call that
+    sought the request waited for a gateway that did not have it any more."""
     gateway = Gateway("a:1", "b:1", "c:1")
     ends = [gateway.begin(Collector(1), take_over=True) for _ in range(2)]
     copies = [CopiedRequests(60.0, 1 << 20) for _ in gateway.links]

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.services.gateway.fakes import BLOCK_SIZE, MODEL, FakeMesh
-from tests.services.gateway.responses.test_responses import openai_client
+from tests.services.gateway.responses.response_clients import openai_client
 from tokenloom.client import AsyncClient
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.records.cache_marks import openai_seconds

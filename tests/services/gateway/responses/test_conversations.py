@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
-from tests.services.gateway.responses.test_responses import CALL, TOOLS, last_chat, openai_client
+from tests.services.gateway.responses.response_clients import CALL, TOOLS, last_chat, openai_client
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.responses.input_items import compaction, read_input
 from tokenloom.services.gateway.responses.responses import COMPACT

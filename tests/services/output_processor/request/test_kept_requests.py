@@ -269,7 +269,7 @@ async def test_a_request_that_its_client_has_cancelled(kept: KeptRequests[FakeRe
 
 
 async def test_a_cancelled_request_that_was_sent_twice_runs_nowhere(kept: KeptRequests[FakeRequest]) -> None:
-    """The second one took the place of the first, and ran on for nobody."""
+    """The second one took the place of the first, and the first ran on without a client."""
     first, second, third = (begun(kept) for _ in range(3))
     kept.withdraw("a", "someone")
     assert [each.log for each in (first, second, third)] == [["cancelled"]] * 3

@@ -6,18 +6,25 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.services.gateway.fakes import SOON
-from tokenloom.request.limits import AdmissionLimit
-from tokenloom.services.gateway.http.client_flow import ClientDisconnected, TurnShare
+from tests.services.gateway.http.server.held_server import (
+    HELD_REQUEST,
+    REQUEST,
+    SLOW_REQUEST,
+    connection,
+    is_ended,
+    port_of,
+    received,
+    serving,
+    until,
+)
+from tokenloom.services.gateway.http.client_flow import TurnShare
 from tokenloom.services.gateway.http.held_response import HeldResponse
 from tokenloom.services.gateway.http.held_table import (
     ARRIVED,
@@ -26,115 +33,13 @@ from tokenloom.services.gateway.http.held_table import (
     ENDED,
     FOLLOWED,
     HeldRecord,
-    HeldTable,
     PastResponse,
 )
-from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server import connection_holder, http_protocol
 from tokenloom.services.gateway.http.server.connection_holder import TakenConnections
-from tokenloom.services.gateway.http.server.connections import Connections
-from tokenloom.services.gateway.http.server.held_protocol import HeldProtocol
-from tokenloom.services.gateway.http.server.http_server import HttpServer
 from tokenloom.services.gateway.metrics.gateway_metrics import count_taken
 
-Found = TypeVar("Found")
-SLOW_REQUEST = b"POST /slow HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
-REQUEST = b"POST /a HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{}"
-HELD_REQUEST = b"POST /held HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 _LENGTHS = struct.Struct(">III")
-
-
-LEFT: list[HeldResponse | None] = []
-"""What stores the responses to clients that have left."""
-TABLES: list[HeldTable] = []
-"""Of all servers; the last one is that of the server that runs."""
-
-
-async def answer(exchange: HttpExchange) -> None:
-    """Answer whole, or continue what has begun."""
-    if exchange.path == "/slow":
-        await exchange.start(200, ())
-        while exchange.response.is_open:
-            await exchange.write(b"a piece")
-            await asyncio.sleep(0)
-    elif exchange.path in ("/effects", "/batches"):
-        assert exchange.let_go is not None
-        exchange.stays = exchange.path == "/batches"
-        exchange.let_go()
-        await exchange.respond(200, str(TABLES[-1].num_held).encode())
-    elif exchange.path == "/large":
-        await exchange.respond(200, bytes(12 << 20) + b"end of it")
-    elif exchange.path == "/kept":
-        async with asyncio.timeout(SOON):
-            with await exchange.read_body(1 << 20) as body:
-                size = len(body.data)
-        if exchange.headers.get(b"let-go"):
-            assert exchange.let_go is not None
-            exchange.let_go()
-        await asyncio.sleep(0.1)
-        await exchange.respond(200, b"%d bytes, %d held" % (size, TABLES[-1].num_held))
-    elif exchange.path == "/wait":
-        await asyncio.sleep(0.1)
-        await exchange.respond(200, b"POST")
-    elif exchange.path == "/left":
-        with contextlib.suppress(ClientDisconnected), exchange.until_disconnected():
-            await asyncio.sleep(SOON)
-        await asyncio.sleep(0)
-        assert exchange.hold is not None
-        LEFT.append(exchange.hold(b""))
-    elif exchange.path == "/late":
-        assert exchange.hold is not None
-        exchange.held = exchange.hold(b"")
-        await exchange.respond(200, b"late")
-        await asyncio.sleep(SOON)
-    elif exchange.path == "/held":
-        assert exchange.hold is not None
-        exchange.held = exchange.hold(b"")
-        await asyncio.sleep(SOON)
-    elif exchange.past is not None and exchange.past.has_begun:
-        await exchange.finish(b"the rest")
-    else:
-        await exchange.respond(200, exchange.method.encode())
-
-
-@asynccontextmanager
-async def serving(limit: int = 4) -> AsyncIterator[tuple[HttpServer, HeldTable]]:
-    table, budget = HeldTable(4), AdmissionLimit(1 << 20)
-    TABLES.append(table)
-    server = HttpServer(answer, "127.0.0.1:0", budget=budget, connections=Connections(limit, limit), insecure=False)
-    server.hold(partial(HeldProtocol, table=table))
-    serve = asyncio.create_task(server.serve())
-    try:
-        yield server, table
-    finally:
-        await server.stop()
-        await serve
-
-
-@contextlib.contextmanager
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The end of a gateway that was killed, and that of its client."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
-        client.setblocking(False)
-        yield listener.accept()[0], client
-
-
-async def until(find: Callable[[], Found]) -> Found:
-    """Return the first true value of a function, which is called after each turn of the event loop."""
-    async with asyncio.timeout(SOON):
-        while not (found := find()):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    return found
-
-
-async def received(client: socket.socket, end: bytes) -> bytes:
-    data = b""
-    async with asyncio.timeout(SOON):
-        while not data.endswith(end):
-            piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
-            assert piece, data
-            data += piece
-    return data
 
 
 async def test_a_response_that_has_begun_goes_on_and_the_connection_stays() -> None:
@@ -159,170 +64,6 @@ async def test_a_connection_ends_with_its_response_if_a_further_request_was_read
                     assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
 
 
-async def test_a_request_behind_another_one_is_noted() -> None:
-    async with serving() as (server, table):
-        with connection() as (ours, client):
-            taking = asyncio.create_task(server.take(PastResponse(SLOW_REQUEST), ours))
-            assert await taking == "not_begun"
-            client.send(REQUEST)
-            await until(lambda: any(record.past.state & FOLLOWED for record in table.records()))
-
-
-async def test_the_body_of_a_request_that_asks_for_another_protocol_is_stored() -> None:
-    """As Java's client sends it, in a piece of its own."""
-    fields = b"host: here\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
-    head = b"POST /wait HTTP/1.1\r\n" + fields + b"content-length: 2\r\n\r\n"
-    async with serving() as (server, table):
-        with connection() as (ours, client):
-            assert await server.take(PastResponse(b"", state=ARRIVED), ours) == "idle"
-            for piece in (head, b"{", b"}"):
-                client.send(piece)
-                await asyncio.sleep(0.01)
-            (record,) = table.records()
-            assert (record.past.request, record.past.state) == (head + b"{}", ARRIVED)
-            await received(client, b"POST")
-
-
-async def test_a_part_of_a_further_request_is_noted_too() -> None:
-    """Also what was read with the request itself, before its response is held."""
-    async with serving() as (server, table):
-        with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
-            client.send(HELD_REQUEST + b"POST /a HTTP")
-            records = await until(lambda: [each for each in table.records() if each.past.is_known])
-            assert records[0].past.state & FOLLOWED
-
-
-async def test_what_has_arrived_of_a_request_goes_on_elsewhere() -> None:
-    """Its rest comes on the same connection, also where the head alone was read, or a part of it."""
-    for request in (REQUEST, SLOW_REQUEST.replace(b"slow", b"a")):
-        for size in (1, 20, len(request) - 1, len(request)):
-            async with serving() as (server, table), serving() as (other, _):
-                with socket.create_connection(("127.0.0.1", port_of(server))) as client:
-                    client.setblocking(False)
-                    client.send(request[:size])
-                    async with asyncio.timeout(SOON):
-                        while not (records := list(table.records())) or table_has_less(records[0], size):  # noqa: ASYNC110
-                            await asyncio.sleep(0)
-                        past = records[0].rest(records[0].base)
-                        assert past is not None
-                        assert (past.request, past.is_known, past.has_begun) == (request[:size], False, False)
-                        ours = socket.socket(fileno=os.dup(records[0].descriptor))
-                        for each in tuple(server._server.server_state.connections):
-                            each.transport.abort()  # type: ignore[attr-defined]
-                        assert await other.take(past, ours) == "not_begun"
-                        client.send(request[size:])
-                        assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
-
-
-def port_of(server: HttpServer) -> int:
-    return int(server.address.rpartition(":")[2])
-
-
-def table_has_less(record: Any, size: int) -> bool:
-    return len(record.past.request) < size
-
-
-async def test_a_request_of_which_a_repeat_would_act_twice_ends_with_its_gateway() -> None:
-    async with serving() as (server, table):
-        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
-            client.setblocking(False)
-            client.send(REQUEST.replace(b"/a", b"/effects"))
-            assert (await received(client, b"0")).endswith(b"\r\n\r\n0")  # nothing is held while it is answered
-            client.send(b"POST /a HTTP/1.0\r\nhost: here\r\n\r\n")
-            await received(client, b"POST")
-            await until(lambda: not table.num_held)
-
-
-@pytest.mark.parametrize("head", [b"", b"let-go: yes\r\n"])
-async def test_a_request_that_is_too_large_to_be_stored_as_it_arrives_is_stored_as_a_whole(head: bytes) -> None:
-    """Unless a repeat of it would act twice."""
-    size, where = 100_000, b"content-type: application/json\r\n"
-    request = b"POST /kept HTTP/1.1\r\nhost: here\r\n%b%bcontent-length: %d\r\n\r\n" % (head, where, size)
-    async with serving() as (server, table):
-        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
-            client.setblocking(False)
-            await asyncio.get_running_loop().sock_sendall(client, request + b"x" * size)
-            past = None
-            async with asyncio.timeout(SOON):
-                while not head and past is None:
-                    await asyncio.sleep(0)
-                    record = next((each for each in table.records() if not table_has_less(each, size)), None)
-                    past = None if record is None else record.rest(record.base)
-                assert (await received(client, b"held")).endswith(b"100000 bytes, %d held" % (not head))
-                while table.num_held:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-    if past is not None:
-        assert not past.is_known
-        async with serving() as (server, table):
-            with connection() as (ours, client):
-                assert await server.take(past, ours) == "not_begun"
-                assert (await received(client, b"held")).endswith(b"100000 bytes, 1 held")
-
-
-async def test_a_connection_without_a_request_is_idle() -> None:
-    """So another gateway may read on; while a request is in work, and where a part of one was read, none may."""
-    async with serving() as (server, table):
-        table.port = port_of(server)
-        with socket.create_connection(("127.0.0.1", table.port)) as client:
-            client.setblocking(False)
-            (descriptor,) = await until(lambda: idle_ones(table))
-            for _ in range(2):
-                client.send(REQUEST)
-                await received(client, b"POST")
-                assert idle_ones(table) == [descriptor]
-            client.send(SLOW_REQUEST.replace(b"slow", b"held"))
-            await until(lambda: table.num_held)
-            assert idle_ones(table) == []
-        table.port += 1
-        with socket.create_connection(("127.0.0.1", port_of(server))):
-            await asyncio.sleep(0.01)
-            assert idle_ones(table) == []  # of another listener
-
-
-def idle_ones(table: HeldTable) -> list[int]:
-    return sorted(each for each in connection_holder._descriptors() if table.is_idle(each))
-
-
-async def test_an_idle_connection_is_served_by_the_next_gateway() -> None:
-    async with serving() as (server, _):
-        with connection() as (ours, client):
-            assert await server.take(connection_holder.IDLE.past, ours) == "idle"
-            for _ in range(2):
-                client.send(REQUEST)
-                assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
-
-
-async def test_a_connection_is_idle_again_after_requests_that_end_with_their_gateway() -> None:
-    """Also one that was idle when it was taken: its second gateway may be killed too."""
-    async with serving() as (server, table):
-        table.port = port_of(server)
-        with socket.create_connection(("127.0.0.1", table.port)) as client:
-            client.setblocking(False)
-            client.send(REQUEST.replace(b"/a", b"/effects"))
-            await received(client, b"0")
-            (descriptor,) = idle_ones(table)
-            ours = socket.socket(fileno=os.dup(descriptor))
-            for each in tuple(server._server.server_state.connections):
-                each.transport.abort()  # type: ignore[attr-defined]
-            await asyncio.sleep(0)
-            assert await server.take(connection_holder.IDLE.past, ours) == "idle"
-            assert len(idle_ones(table)) == 1
-            client.send(REQUEST)
-            await received(client, b"POST")
-
-
-async def test_a_connection_stays_with_its_gateway_after_a_request_for_batches() -> None:
-    """Another gateway has other batches, and answered 404."""
-    async with serving() as (server, table):
-        table.port = port_of(server)
-        with socket.create_connection(("127.0.0.1", table.port)) as client:
-            client.setblocking(False)
-            for path, num_idle in ((b"/batches", 0), (b"/effects", 1), (b"/batches", 0)):
-                client.send(REQUEST.replace(b"/a", path))
-                await received(client, b"0")
-                assert len(idle_ones(table)) == num_idle
-
-
 async def test_a_request_for_batches_ends_the_connection_of_another_gateway() -> None:
     """As one that waits for its first request, and is used for a batch of the killed gateway."""
     async with serving() as (server, _):
@@ -332,55 +73,6 @@ async def test_a_request_for_batches_ends_the_connection_of_another_gateway() ->
             await received(client, b"POST")
             client.send(REQUEST.replace(b"/a", b"/batches"))
             assert await until(lambda: is_ended(client))
-
-
-def is_ended(client: socket.socket) -> bool:
-    """Whether the connection has ended, without a byte more."""
-    try:
-        return client.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
-
-
-async def test_a_connection_with_unsent_bytes_is_not_idle() -> None:
-    """Another gateway has not the rest of a large answer, and its first words would be taken for that."""
-    async with serving() as (server, table):
-        table.port = port_of(server)
-        with socket.create_connection(("127.0.0.1", table.port)) as client:
-            client.setblocking(False)
-            client.send(REQUEST.replace(b"/a", b"/large"))
-            await until(lambda: server._server.server_state.total_requests)
-            assert idle_ones(table) == []
-            last = b""
-            async with asyncio.timeout(SOON):
-                while not last.endswith(b"end of it"):
-                    last = last[-9:] + await asyncio.get_running_loop().sock_recv(client, 1 << 20)
-            await until(lambda: idle_ones(table))
-
-
-async def test_a_request_is_stored_in_no_slot_of_an_earlier_one() -> None:
-    """That slot may be another connection's by now. Both requests came in one piece."""
-    async with serving() as (server, table):
-        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
-            client.setblocking(False)
-            client.send(REQUEST + HELD_REQUEST)
-            await received(client, b"POST")
-            records = await until(lambda: [each for each in table.records() if each.past.is_known])
-            assert records[0].past.request.startswith(b"POST /held ")
-            assert table.num_held == 1
-        await until(lambda: not table.num_held)
-
-
-async def test_nothing_is_stored_for_a_client_that_has_left() -> None:
-    """Its slot is free, and may be another connection's, when the body of its request was read."""
-    async with serving() as (server, table):
-        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
-            client.send(HELD_REQUEST.replace(b"/held", b"/left"))
-        await until(lambda: LEFT)
-        assert LEFT.pop() is None
-        assert (table.num_held, list(table.records())) == (0, [])
 
 
 async def test_a_request_behind_one_that_is_made_again_ends_its_connection() -> None:

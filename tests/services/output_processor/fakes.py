@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.local_streams.socket_end import status
 from tokenloom.services.runtime.peers.hello import QUARANTINE, make_hello
 from tokenloom.v1.coordinator_pb2 import (
@@ -146,10 +147,11 @@ class FakeEngine(EngineServicer):
         identity = self.identity
         features = (QUARANTINE,) if self.can_be_quarantined else ()
         hello = make_hello(identity.engine_id, identity.epoch, fingerprint=identity.fingerprint, features=features)
-        yield EngineFrame(hello=hello)
+        # Before the greeting: a client may end the stream as soon as it has that.
         self.streams.put_nowait(stream)
         reader = asyncio.create_task(self._read(inputs, stream))
         try:
+            yield EngineFrame(hello=hello)
             while (frame := await stream.frames.get()) is not None:
                 if isinstance(frame, grpc.aio.AioRpcError):
                     await context.abort(frame.code(), frame.details() or "")
@@ -268,7 +270,7 @@ class Served:
     """A servicer on a unix socket; leaving kills it at once."""
 
     def __init__(self, path: Path, add: Any, servicer: Any) -> None:
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add(servicer, self._server)
         self._server.add_insecure_port(f"unix:{path}")
 

@@ -61,8 +61,6 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         first = await receive_hello(messages, self._hello)
         peer = first.hello.peer_id, first.hello.epoch
         kept.copies.connect(peer)
-        # Before anything of the new stream is read: the gateway submits again what this incarnation of it has lost, and
-        # the kept copies would run beside that.
         kept.connect(peer)
         self._has_left = self._leaving
         try:

@@ -50,9 +50,6 @@ class SampleGroup:
     The first sample is placed like any request. When it has settled, the others are sent to the same engine and find
     the prompt in its prefix cache. If one engine does the whole request, they are sent in the same message as the first
     one; otherwise after the first token of the decode leg, so that one lease serves all.
-
-    Attributes:
-        is_resumed: Whether the gateway of its stream did not begin it, so that it may have nothing of its output.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class SampleGroup:
         self._waiting: list[RequestStages] = []  # samples that begin when the first one has settled
         self._timer: asyncio.TimerHandle | None = None
         self.slot = submit.slot
-        self.is_resumed = False
         self.on_taken: Callable[[int], object] = _ignore
         self.on_over: Callable[[SampleGroup], object] = _ignore
 
@@ -189,7 +185,7 @@ class SampleGroup:
         # The old stream gives the request up before the new one gets it: both may be streams of the same gateway.
         try:
             self.on_taken(self.slot)
-            self.slot, self._on_end, self.on_taken, self.is_resumed = slot, on_end, on_taken, True
+            self.slot, self._on_end, self.on_taken = slot, on_end, on_taken
             for output in self._outputs:
                 output.attach(outbox, slot, of_sample.get(output.sample_index, begin))
         except Exception:

@@ -32,7 +32,6 @@ class FakeRequest:
     is_over: bool = False
     is_complete: bool = False
     can_repeat: bool = True
-    is_resumed: bool = False
     is_attached: bool = True
     log: list[str] = field(default_factory=list)
 
@@ -134,14 +133,12 @@ async def test_errors_and_cancelled_requests_are_forgotten_at_once(kept: KeptReq
     assert find(kept) is None
 
 
-@pytest.mark.parametrize("is_resumed", [True, False])
 @pytest.mark.parametrize("notices_first", [True, False])
 async def test_an_incarnation_that_is_back_has_time_to_send_what_it_had(
-    kept: KeptRequests[FakeRequest], notices_first: bool, is_resumed: bool
+    kept: KeptRequests[FakeRequest], notices_first: bool
 ) -> None:
     """It may be starved in between. Cancelled when it connected, its requests were unknown to all until it went on."""
     request, another = begun(kept), begun(kept, "another")
-    request.is_resumed = is_resumed
     kept.lose(another, ("gateway-0", 2))
     if notices_first:
         assert kept.lose(request, PEER)

@@ -15,6 +15,12 @@ LONGEST_TURN_SECONDS = 0.5
 yet."""
 
 
+def is_late(due: float) -> bool:
+    """Return whether this process was stopped or starved when a timer of the running event loop was due: what came
+    meanwhile has not been read yet, and what the timer would end may be wanted."""
+    return asyncio.get_running_loop().time() - due > LONGEST_TURN_SECONDS
+
+
 class LivenessTimer:
     """Measures how long a peer has owed something: a sign of life, credit, the end of a step.
 

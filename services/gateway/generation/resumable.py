@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.liveness import is_late
 from tokenloom.services.runtime.tasks import Tasks
 
 from ..records.request_ids import ResumeToken
@@ -47,10 +48,8 @@ class Resumable(Protocol):
 
 R = TypeVar("R", bound=Resumable)
 
-_LATE_SECONDS = 0.5
-"""A timer that is so late says that this process was stopped or starved."""
 _AGAIN_SECONDS = 5.0
-"""How long an unattended request goes on after such a timer."""
+"""How long an unattended request goes on after a timer that was late."""
 
 
 class UnattendedMetrics:
@@ -199,7 +198,7 @@ class ResumableRequests:
                         await request.take()
                 return True
             except TimeoutError:
-                if loop.time() - due <= _LATE_SECONDS:
+                if not is_late(due):
                     return False
                 seconds = min(self._seconds, _AGAIN_SECONDS)
 

@@ -13,6 +13,7 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.liveness import is_late
 from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import PickBatch, PickRequest, PickResponse, PickResult, PickResults
@@ -21,7 +22,6 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 1.0
 """How long the coordinator may take to answer a pick. Then it counts as away, for every request, until it answers."""
-_LATE_SECONDS = 0.5
 _MAX_BATCH = 256
 """Picks of one message: about half a megabyte if each names 256 blocks."""
 _REOPEN_SECONDS = 0.2
@@ -139,8 +139,7 @@ class PickStream:
         if self.is_open and self._waiting:
             _, asked_at = self._waiting[0]
             loop = asyncio.get_running_loop()
-            was_starved = loop.time() - self._look_at > _LATE_SECONDS
-            if was_starved and not self._has_waited_longer:
+            if is_late(self._look_at) and not self._has_waited_longer:
                 self._has_waited_longer = True
                 self._look_after(ANSWER_SECONDS)
                 return

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit, Reservation
+from tokenloom.services.runtime.liveness import is_late
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import JournalCopies, Resume, SampleJournal, Submit
 
@@ -19,8 +20,6 @@ DRAIN_SECONDS = 5.0
 RETURNED_SECONDS = 5.0
 """Time that a lost request, or a copy, has when its gateway is back: the gateway sends it again, or asks for it, but
 may be starved or killed before that. Ended at once, the request was unknown to all meanwhile."""
-_LATE_SECONDS = 0.5
-"""A timer that is so late says that this process was stopped or starved: it has not read what came meanwhile."""
 
 
 class RetainedRequest(Protocol):
@@ -247,8 +246,7 @@ class KeptRequests(Generic[R]):
         due = loop.time() + seconds
 
         def expire() -> None:
-            # What is read next may submit the request again, or ask for it: it waited while this process was stopped.
-            if loop.time() - due > _LATE_SECONDS:
+            if is_late(due):  # what is read next may submit the request again, or ask for it
                 self._keep(request, peer, min(self._seconds, RETURNED_SECONDS), until)
             else:
                 request.cancel()
@@ -452,7 +450,7 @@ class CopiedRequests:
         """Forget the copies whose time is over, and that have not been used."""
         del self._timers[due]
         copies = [copy for copy in self._all() if copy.lost_by is not None and copy.expires_at <= due]
-        if asyncio.get_running_loop().time() - due > _LATE_SECONDS:  # as in :class:`KeptRequests`
+        if is_late(due):  # as in :class:`KeptRequests`
             self._expire_after(min(self._seconds, RETURNED_SECONDS), copies)
             return
         for copy in copies:

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from tests.loop_clock import pass_time
 from tokenloom.services.runtime import liveness
-from tokenloom.services.runtime.liveness import LivenessTimer, answered
+from tokenloom.services.runtime.liveness import LONGEST_TURN_SECONDS, LivenessTimer, answered, is_late
 
 
 class Time:
@@ -48,6 +49,14 @@ def test_a_pause_of_this_process_is_a_short_turn() -> None:
     time.now += 3600
     assert timer.look(owes=True) == 0.5
     assert looks_until(timer, time, 10.0, 0.5) == 18
+
+
+async def test_a_timer_is_late_where_this_process_stood_still() -> None:
+    due = asyncio.get_running_loop().time() + 10
+    pass_time(10 + LONGEST_TURN_SECONDS - 0.1)
+    assert not is_late(due)
+    pass_time(0.2)
+    assert is_late(due)
 
 
 async def test_a_call_may_take_long_while_its_peer_answers() -> None:

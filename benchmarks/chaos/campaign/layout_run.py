@@ -126,7 +126,7 @@ class LayoutRun:
         kinds = [kind for kind, _ in shares]
         if campaign.is_outage:
             return [Fault(campaign.actions[0], kinds[0], options.duration, 0.0)] * options.each
-        if campaign.is_pause or campaign.is_stutter:
+        if campaign.is_of_host:
             least = min(_LEAST_PAUSE_SECONDS if campaign.is_pause else _LEAST_STUTTER_SECONDS, options.duration)
             seconds = (self._rng.uniform(least, options.duration) for _ in range(options.each))
             return [Fault(campaign.actions[0], kinds[0], each, 0.0) for each in seconds]

@@ -73,8 +73,9 @@ class Target:
     """The link of each part by name; empty: no proxies."""
 
 
-def layouts_of(options: ChaosOptions) -> list[Layout]:
-    """Return the layouts that the options ask for."""
+def layouts_of(options: ChaosOptions, *, is_patient: bool = False) -> list[Layout]:
+    """Return the layouts that the options ask for. ``is_patient``: gateways let requests wait for as long as they may
+    take, instead of refusing those that would wait for too long."""
     found = []
     media = media_of(options.checkpoint)
     more = _KINDS[media]
@@ -82,13 +83,13 @@ def layouts_of(options: ChaosOptions) -> list[Layout]:
         # The workers are processes of their own, so that they can be victims.
         engine = (*_engine_flags(options), "--distributed-executor-backend", "mp")
         kinds = [kind for kind in WHOLE if media is not Media.TRANSCRIPTS or not kind.is_of_texts]
-        found.append(Layout("whole", (*kinds, *more), _mesh(options, engine, engines=options.parts)))
+        mesh = _mesh(options, engine, engines=options.parts, is_patient=is_patient)
+        found.append(Layout("whole", (*kinds, *more), mesh))
     # A model that transcribes computes whole requests only.
     if options.layout == "split" or (options.layout == "both" and media is not Media.TRANSCRIPTS):
         engine = _engine_flags(options)
-        found.append(
-            Layout("split", (*SPLIT, *more), _mesh(options, engine, prefill=options.parts, decode=options.parts))
-        )
+        mesh = _mesh(options, engine, prefill=options.parts, decode=options.parts, is_patient=is_patient)
+        found.append(Layout("split", (*SPLIT, *more), mesh))
     return found
 
 
@@ -106,7 +107,13 @@ def _engine_flags(options: ChaosOptions) -> tuple[str, ...]:
 
 
 def _mesh(
-    options: ChaosOptions, engine: tuple[str, ...], *, engines: int = 1, prefill: int = 0, decode: int = 0
+    options: ChaosOptions,
+    engine: tuple[str, ...],
+    *,
+    engines: int = 1,
+    prefill: int = 0,
+    decode: int = 0,
+    is_patient: bool,
 ) -> MeshOptions:
     return MeshOptions(
         model=options.checkpoint,
@@ -125,7 +132,7 @@ def _mesh(
             # Short prompts too are prefilled and decoded on different engines.
             "coordinator": ("--pd-threshold", "0") if prefill else (),
             # A mesh that has just been stopped is slow, not overloaded: what it refuses would count as failed.
-            "gateway": ("--max-queue-seconds", str(options.timeout)),
+            "gateway": ("--max-queue-seconds", str(options.timeout)) if is_patient else (),
         },
         common_flags=("--log-level", "warning"),
     )

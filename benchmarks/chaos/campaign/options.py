@@ -108,7 +108,12 @@ class Campaign:
     @property
     def is_of_all(self) -> bool:
         """Whether a fault is of many parts at once, so that it is always possible."""
-        return self.is_outage or self.is_pause or self.is_stutter
+        return self.is_outage or self.is_of_host
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether the whole mesh lacks processors for a while."""
+        return self.is_pause or self.is_stutter
 
     @property
     def is_of_links(self) -> bool:

@@ -20,7 +20,7 @@ async def run_campaign(
 
     ``write_line`` takes the output of the parts. Raises ``Unstable`` if the undisturbed mesh fails.
     """
-    layouts = layouts_of(options)
+    layouts = layouts_of(options, is_patient=campaign.is_of_host)
     report: dict[str, Any] = {
         "campaign": name,
         "seed": options.seed,

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from benchmarks.chaos.campaign.layouts import Media, layouts_of, media_of
+from benchmarks.chaos.campaign.layouts import Layout, Media, layouts_of, media_of
 from benchmarks.chaos.campaign.options import CAMPAIGNS, ChaosOptions
+from benchmarks.chaos.campaign.run import run_campaign
 from benchmarks.chaos.faults.fault import SPLIT, WHOLE
 
 
@@ -31,6 +33,24 @@ def test_layouts() -> None:
     (only,) = layouts_of(ChaosOptions(layout="split", worker="hash", parts=3))
     assert only.mesh.decode == 3
     assert "hash" in only.mesh.flags["engine"]
+
+
+async def test_only_a_mesh_that_lacks_processors_refuses_no_request_as_overloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let wait everywhere, requests that a gateway refuses without cause showed in no campaign."""
+    flags: list[str] = []
+
+    async def run(layout: Layout, *_: object, **__: object) -> None:
+        flags.extend(layout.mesh.flags["gateway"])
+
+    monkeypatch.setattr("benchmarks.chaos.campaign.run.run_layout", run)
+    patient = set()
+    for name, campaign in CAMPAIGNS.items():
+        flags.clear()
+        await run_campaign(name, campaign, replace(campaign.options, layout="whole"), print, print)
+        patient |= {name} if "--max-queue-seconds" in flags else set()
+    assert patient == {"pause", "stutter"}
 
 
 def test_a_slow_network_has_no_shared_memory() -> None:

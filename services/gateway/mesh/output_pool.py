@@ -263,7 +263,7 @@ class OutputPool:
         """Send the requests that wait."""
         self._wake.set()
         for held, timer in list(self._held.items()):
-            if self._is_back(held):
+            if held.debt.is_back():
                 timer.cancel()
                 self._ask_again(held)
         self._forget_withdrawn(MAX_WITHDRAWN)
@@ -311,14 +311,17 @@ class OutputPool:
         ended_alone = stream.incarnation if seems_ended else None
         connected = [each.stream.incarnation for each in self._links if each.stream is not None]
         loop = asyncio.get_running_loop()
-        cause, address = Cause.SILENT if stream.was_silent else Cause.GONE, stream.incarnation[0]
+        cause = Cause.SILENT if stream.was_silent else Cause.GONE
+        is_back = partial(self._is_connected, stream.incarnation[0]) if stream.was_silent else None
         for request in requests:
             if request.is_sought:
                 # A loss is found out after 2.6 s and more: the search would be over before it has asked the others.
                 request.sought_until = max(request.sought_until, loop.time() + SEARCH_SECONDS)
                 self._seek(request)
                 continue
-            request.lost(cause, address, ended_alone=ended_alone, connected=connected, was_wrong=stream.was_wrong)
+            request.lost(
+                cause, is_back=is_back, ended_alone=ended_alone, connected=connected, was_wrong=stream.was_wrong
+            )
             self._wait(request)
 
     def on_wrong(self, stream: ProcessStream, request: PendingRequest) -> None:
@@ -515,7 +518,7 @@ class OutputPool:
                 if stream is None and not self._able():
                     break
                 del self._waiting[request]
-                if stream is None or not (self._is_back(request) or request.debt.pay()):
+                if stream is None or not request.debt.pay():
                     self._hold(request)
                 else:
                     if request.withdraw is not None:  # otherwise it has only waited
@@ -525,12 +528,8 @@ class OutputPool:
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    def _is_back(self, request: PendingRequest) -> bool:
-        """Return whether the output processor that was silent with a request is connected again: it ends what it still
-        computes of it, so that nothing is multiplied. Where a whole mesh had been starved twice in 12 s, requests
-        waited for the budget of retries one after the other, and the calls that sought them meanwhile got 404."""
-        address = request.silent_at
-        return bool(address) and any(link.address == address and link.stream is not None for link in self._links)
+    def _is_connected(self, address: str) -> bool:
+        return any(link.address == address and link.stream is not None for link in self._links)
 
     async def _keep(self, link: OutputLink) -> None:
         try:

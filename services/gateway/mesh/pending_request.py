@@ -92,7 +92,6 @@ class PendingRequest:
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
         runner: The stream that it was sent to last, or sought on; None: none yet.
-        silent_at: The address of the output processor that fell silent with it last; empty: none did.
         may_begin: While it is sought: its client has nothing of it, so that it may begin anew if no part has it.
         seeks_copy: While it is sought: no output processor runs it, so that a copy may continue it.
         unknown_to: The streams whose output processors do not have it, while it is sought.
@@ -131,7 +130,6 @@ class PendingRequest:
         "request_id",
         "runner",
         "seeks_copy",
-        "silent_at",
         "sought_until",
         "takes_over",
         "unknown_to",
@@ -168,7 +166,6 @@ class PendingRequest:
         self.unknown_to: list[object] = []
         self.runner: object | None = None
         self.may_begin = self.seeks_copy = False
-        self.silent_at = ""
         self.debt = RetryDebt(budget)
         self.is_accepted = False
         self.media = media
@@ -287,22 +284,21 @@ class PendingRequest:
     def lost(
         self,
         cause: Cause,
-        at: str = "",
         *,
+        is_back: Callable[[], bool] | None = None,
         ended_alone: Incarnation | None = None,
         connected: Collection[Incarnation] = (),
         was_wrong: bool = False,
     ) -> None:
-        """Note that its output processor was lost. ``at``: its address. ``ended_alone``: which one it was, if it seems
-        to have ended, and this was the only request there. ``connected``: those that are connected now. ``was_wrong``:
-        it was given up because of a frame that no output processor may send."""
-        self.silent_at = at if cause is Cause.SILENT else ""
+        """Note that its output processor was lost. ``is_back``: as of :meth:`RetryDebt.failed`. ``ended_alone``: which
+        one it was, if it seems to have ended, and this was the only request there. ``connected``: those that are
+        connected now. ``was_wrong``: it was given up because of a frame that no output processor may send."""
         self.refused_by.clear()
         self.unknown_to.clear()
         self.sought_until, self.seeks_copy = 0.0, False
         self.is_accepted = True
         made_progress = self._num_tokens() > self._num_tokens_sent
-        self.debt.failed(cause, made_progress=made_progress)
+        self.debt.failed(cause, made_progress=made_progress, is_back=is_back)
         self._num_wrong = was_wrong if made_progress else self._num_wrong + was_wrong
         if made_progress:
             self._ended_alone.clear()
@@ -324,7 +320,7 @@ class PendingRequest:
         otherwise it has ended."""
         made_progress = self._num_tokens() > self._num_tokens_sent
         self._num_media_losses = 1 if made_progress else self._num_media_losses + 1
-        self.is_accepted, self.silent_at = True, ""
+        self.is_accepted = True
         self.debt.failed(Cause.SILENT, made_progress=made_progress)
         if self._submit is not None and self.media is not None and self._num_media_losses <= MAX_MEDIA_LOSSES:
             return True
@@ -361,7 +357,6 @@ class PendingRequest:
 
     def refused(self, stream: object, cause: Cause, error: errors.TokenloomError) -> None:
         """Note that an output processor refused to run it, or the rest of it."""
-        self.silent_at = ""
         self.refused_by.append(stream)
         self.is_accepted = self.is_accepted or self._num_tokens() > 0
         self.debt.failed(cause)

@@ -155,8 +155,9 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self._vocab_size = identity.limits.vocab_size or ANY_TOKEN
         self.error: errors.TokenloomError | None = None
         """Why the link is dead; None while it is not."""
-        self.may_compute = False
-        """Whether it is dead because the engine fell silent or hangs, so that the engine may still compute."""
+        self.fell_silent = self.may_compute = False
+        """Whether it is dead because the engine fell silent; and because it did so or hangs, so that the engine may
+        still compute."""
         self.num_wrong = 0
         """What came of the engine that no engine may send: once it costs the request alone that it is of."""
         self._hello = hello
@@ -365,14 +366,14 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self.is_open = False
         self._opened.set()
         attempts = self.detach()
-        fell_silent = was_silent(cause)
-        self.may_compute = fell_silent or isinstance(cause, _StepHangs)
+        self.fell_silent = was_silent(cause)
+        self.may_compute = self.fell_silent or isinstance(cause, _StepHangs)
         # A request that kills engines is alone on each of them. Silence is left out: a frozen host or a cut link is not
         # the request's doing, and blaming it would end a harmless request after two such links.
         # So is a wrong frame.
         was_wrong = isinstance(cause, WrongFrame)
         self.num_wrong += was_wrong
-        is_alone = len({attempt.request_id for attempt in attempts}) == 1 and not (fell_silent or was_wrong)
+        is_alone = len({attempt.request_id for attempt in attempts}) == 1 and not (self.fell_silent or was_wrong)
         for attempt in attempts:
             attempt.was_wrong = was_wrong
             # After the link was marked as dead: the owner places the request again at once, and must not find this link

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt, cause_of
@@ -117,6 +118,7 @@ class EngineSearch:
         is_shared: Callable[[EngineKey, int], bool] = lambda _, num_samples: False,
         on_engine_death: Callable[[], object] = lambda: None,
         check: Callable[[EngineLink, Callable[[bool], None]], object] = _is_gone,
+        is_open: Callable[[EngineKey], bool] = lambda _: False,
     ) -> None:
         """Args:
         budget: Of this process.
@@ -125,6 +127,7 @@ class EngineSearch:
         on_engine_death: Called when it is known that an engine died while it ran only this request.
         check: Finds out whether the engine of a link that ended still runs, and says so to its second argument.
             Without it such an engine counts as dead.
+        is_open: Says whether there is an open link to an engine.
         """
         self._debt = RetryDebt(budget)
         self._lifetime = lifetime
@@ -132,6 +135,7 @@ class EngineSearch:
         self._is_shared = is_shared
         self._on_engine_death = on_engine_death
         self._check = check
+        self._is_open = is_open
         self._num_failures = 0  # in a row, without a token between them
         self._num_wrong = 0  # the same
         self.exclude: list[EngineKey] = []
@@ -158,7 +162,10 @@ class EngineSearch:
             self._suspect(attempt.link)
         if attempt.was_wrong:
             self._num_wrong = 1 if attempt.has_output else self._num_wrong + 1
-        self._failed(attempt.link.key, Cause.SILENT if attempt.link.may_compute else Cause.GONE, attempt.has_output)
+        # One whose step hangs answers at once, and may hang on.
+        is_back = partial(self._is_open, attempt.link.key) if attempt.link.fell_silent else None
+        cause = Cause.SILENT if attempt.link.may_compute else Cause.GONE
+        self._failed(attempt.link.key, cause, attempt.has_output, is_back)
 
     def verdict(self) -> errors.TokenloomError | None:
         """Return the error of a sample that no further engine may run; None if it may continue."""
@@ -248,9 +255,12 @@ class EngineSearch:
     def _exclude(self, key: EngineKey) -> None:
         self.exclude = [*(each for each in self.exclude if each != key), key][-_MAX_EXCLUDED:]
 
-    def _failed(self, key: EngineKey, cause: Cause, had_output: bool) -> None:
-        """Note that an engine does not continue the sample. ``had_output``: after it had sent tokens."""
-        self._debt.failed(cause, made_progress=had_output)
+    def _failed(
+        self, key: EngineKey, cause: Cause, had_output: bool, is_back: Callable[[], bool] | None = None
+    ) -> None:
+        """Note that an engine does not continue the sample. ``had_output``: after it had sent tokens. ``is_back``: as
+        of :meth:`RetryDebt.failed`."""
+        self._debt.failed(cause, made_progress=had_output, is_back=is_back)
         self._exclude(key)
         self._num_failures = 1 if had_output else self._num_failures + 1
         self.is_admitted = True

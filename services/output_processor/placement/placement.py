@@ -326,6 +326,10 @@ class Placer:
         """Find out whether the engine of a link that has ended still runs; :meth:`EngineLinks.check`."""
         self._links.check(link, found)
 
+    def is_open(self, key: EngineKey) -> bool:
+        """Return whether there is an open link to an engine."""
+        return self._links.find_open(key) is not None
+
     def is_shared(self, key: EngineKey, num_samples: int) -> bool:
         """Return whether an engine last reported more live requests than the samples of one."""
         return self._snapshot.num_requests(key) > num_samples

@@ -76,6 +76,7 @@ class PooledRequest:
             placer.is_shared,
             partial(outbox.engine_died, submit.slot),
             placer.check,
+            placer.is_open,
         )
         self._attempt: EngineAttempt | None = None
         self._placement: asyncio.Task[None] | None = None

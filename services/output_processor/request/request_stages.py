@@ -66,7 +66,9 @@ class RequestStages:
         self._on_settled: Callable[[EngineAttempt], None] | None = None
         self._lifetime = lifetime
         self._search = EngineSearch(
-            placer.budget, lifetime, submit.num_samples or 1, placer.is_shared, output.engine_died, placer.check
+            *(placer.budget, lifetime, submit.num_samples or 1, placer.is_shared, output.engine_died),
+            check=placer.check,
+            is_open=placer.is_open,
         )
         self._prefill: EngineAttempt | None = None  # or the attempt that does the whole request
         self._decode: EngineAttempt | None = None

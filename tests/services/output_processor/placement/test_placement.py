@@ -29,6 +29,7 @@ from tokenloom.services.output_processor.placement.engine_search import UNFIT_SE
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import LEFT_OUT_SECONDS, EngineCooldown, Placer
+from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
@@ -46,10 +47,10 @@ def engine(name: str, directory: Path) -> EngineIdentity:
     return EngineIdentity(engine_id=name, epoch=1, address=address, fingerprint=FINGERPRINT)
 
 
-def without_time() -> EngineSearch:
+def without_time(**fields: Any) -> EngineSearch:
     lifetime = Lifetime(Submit(), 0.0)
     lifetime.give_up_at = 0.0
-    return EngineSearch(RetryBudget(asyncio.get_running_loop().time), lifetime)
+    return EngineSearch(RetryBudget(asyncio.get_running_loop().time), lifetime, **fields)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -73,6 +74,20 @@ async def test_what_an_engine_lacks_is_waited_for_where_others_had_it(socket_dir
             search.next_round(others_served=others_served, began_at_theirs=began_at_theirs)
     with pytest.raises(EngineLacks):
         search.next_round(others_served=False, began_at_theirs=True)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_engine_whose_step_hangs_is_not_back_because_it_is_connected(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    link = EngineLink(engine("a", socket_dir), make_hello("op", 3), Channels(), hang_seconds=60)
+    link.fell_silent, link.may_compute = not hangs, True
+    search = without_time(is_open=lambda key: key == link.key)
+    for _ in range(2):
+        search.lost(EngineAttempt(link), is_alone=False)
+    with pytest.raises(Unavailable) if hangs else nullcontext():
+        await search.wait_for_budget(asyncio.Event())
 
 
 @asynccontextmanager

@@ -62,7 +62,7 @@ class Sent:
 class Engine:
     """One incarnation, and the link to it."""
 
-    may_compute = False
+    fell_silent = may_compute = False
     moves_requests = True
 
     def __init__(self, number: int) -> None:
@@ -192,6 +192,9 @@ class Placements:
             self.num_out -= 1
 
     def is_shared(self, key: EngineKey, num_samples: int) -> bool:
+        return False
+
+    def is_open(self, key: EngineKey) -> bool:
         return False
 
     def check(self, link: Engine, found: Callable[[bool], None]) -> None:

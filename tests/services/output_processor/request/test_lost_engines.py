@@ -249,6 +249,26 @@ async def test_a_request_whose_engines_fall_silent_one_after_the_other_waits_for
     assert len(await (await mesh.engines[0].next_stream()).next_adds(1)) == 1
 
 
+async def test_requests_of_an_engine_that_was_silent_need_no_budget_once_it_is_back(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all engines had been starved twice within seconds, their requests went on one a second."""
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    monkeypatch.setattr(client_stream, "SILENCE_SECONDS", 1000.0)  # the test says which one is silent
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1), submit(2))
+    stream.lose(SILENT)
+    other = await mesh.engines[1].next_stream()
+    await other.next_adds(2)
+    other.lose(SILENT)
+    await asyncio.wait_for(other.ended.wait(), SOON)
+    mesh.coordinator.engines.reverse()
+    await gateway.send(submit=[submit(3)])
+    back = await mesh.engines[1].next_stream()
+    assert [add.request_id for add in await back.next_adds(1)] == ["request-3"]
+    assert {add.request_id for add in await back.next_adds(2)} == {"request-1", "request-2"}
+
+
 async def test_when_every_engine_is_full_a_new_request_ends_with_the_overload(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     stream, (slot,) = await mesh.started(gateway, submit(1))

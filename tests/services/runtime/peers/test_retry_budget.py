@@ -71,6 +71,20 @@ def test_the_first_retry_after_silence_is_free_and_further_ones_cost_until_there
     assert budget.left == MAX_RETRIES - 1
 
 
+def test_a_part_that_was_silent_and_is_back_costs_nothing() -> None:
+    budget = RetryBudget(Clock())
+    while budget.take():
+        pass
+    debt, is_back = RetryDebt(budget), False
+    for _ in range(2):
+        debt.failed(Cause.SILENT, is_back=lambda: is_back)
+    assert not debt.pay()
+    is_back = True
+    assert debt.pay()
+    debt.failed(Cause.FULL)
+    assert not debt.pay(), "another part had it meanwhile"
+
+
 def test_a_refusal_always_costs() -> None:
     budget = RetryBudget(Clock())
     allowed = 0

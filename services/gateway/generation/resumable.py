@@ -100,20 +100,21 @@ class ResumableRequests:
         self._metrics = metrics
         self._tasks = Tasks(on_failure)
         self._entries: dict[Resumable, _Entry] = {}  # in order of arrival; bounded by what is admitted
-        self._by_id: dict[str, _Entry] = {}  # the latest of each id
+        self._latest: dict[tuple[str, str], _Entry] = {}  # by tenant and id
 
     def add(self, request: Resumable, tenant: str, admitted: AdmittedCall) -> None:
         """Make a request known that was submitted. ``admitted``: its call, which holds it for the limits."""
-        before = self._by_id.get(request.request_id)
-        if before is not None and before.held is not None and before.tenant == tenant and request.takes_over:
+        key = tenant, request.request_id
+        before = self._latest.get(key)
+        if before is not None and before.held is not None and request.takes_over:
             before.request.supersede()
-        self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant, admitted)
+        self._entries[request] = self._latest[key] = _Entry(request, tenant, admitted)
 
     def remove(self, request: Resumable) -> None:
         """Forget a request that has ended. Does nothing for one that is not known."""
         entry = self._entries.pop(request, None)
-        if entry is not None and self._by_id.get(request.request_id) is entry:
-            del self._by_id[request.request_id]
+        if entry is not None and self._latest.get(key := (entry.tenant, request.request_id)) is entry:
+            del self._latest[key]
 
     def abandon(self, request: Resumable, held: ExitStack) -> bool:
         """Keep a request whose client's connection has ended. Returns False if it is not kept.
@@ -134,7 +135,7 @@ class ResumableRequests:
 
         Raises ``BodyChanged``, before anything is taken, if the request began with another body.
         """
-        entry = self._find(token.request_id, tenant)
+        entry = self._latest.get((tenant, token.request_id))
         if entry is None:
             return None
         if token.fingerprint != entry.request.fingerprint:
@@ -143,7 +144,7 @@ class ResumableRequests:
 
     def cancel(self, request_id: str, tenant: str) -> bool:
         """End a request. Returns whether it was known."""
-        entry = self._find(request_id, tenant)
+        entry = self._latest.get((tenant, request_id))
         if entry is not None:
             entry.request.fail(errors.Cancelled("The client cancelled the request."))
         return entry is not None
@@ -157,10 +158,6 @@ class ResumableRequests:
         """Cancel the requests without a client. No further one is kept."""
         self._seconds = 0.0
         await self._tasks.close()
-
-    def _find(self, request_id: str, tenant: str) -> _Entry | None:
-        entry = self._by_id.get(request_id)
-        return entry if entry is not None and entry.tenant == tenant else None
 
     async def _run(self, entry: _Entry) -> None:
         """Discard the output of a request without a client: the output processor has it too."""
@@ -204,7 +201,7 @@ class ResumableRequests:
 
     def _is_sought(self, entry: _Entry) -> bool:
         """Return whether a later call of this gateway waits for the request: no output processor may have it now."""
-        later = self._find(entry.request.request_id, entry.tenant)
+        later = self._latest.get((entry.tenant, entry.request.request_id))
         # A later call that has output found the request elsewhere, or began it anew: no client reads this one any more,
         # and no limit counts it.
         waits = later is not None and later is not entry and later.request.ttft_seconds is None

@@ -55,7 +55,7 @@ class JournalCopies:
         self._fall_backs = fall_backs
         self._model = model
         self._copies: dict[PendingRequest, _Copy | None] = {}  # bounded by the requests that the gateway admits
-        self._of_ids: dict[str, list[PendingRequest]] = {}  # the same, the latest call of each id last
+        self._calls: dict[tuple[str, str], list[PendingRequest]] = {}  # the same by key, the latest call of each last
         self._has_any = asyncio.Event()
         self._last_number = 0
         self._turn = 0
@@ -64,7 +64,7 @@ class JournalCopies:
         """Keep a copy of a request from when it runs to :meth:`end`, if a call may resume it."""
         if request.can_be_copied:
             self._copies[request] = None
-            self._of_ids.setdefault(request.request_id, []).append(request)
+            self._calls.setdefault(request.key, []).append(request)
             self._has_any.set()
 
     def begin(self, request: PendingRequest, runner: ProcessStream) -> None:
@@ -76,10 +76,10 @@ class JournalCopies:
     def end(self, request: PendingRequest) -> None:
         """Let the copy of a request be forgotten, because its call has ended."""
         copy = self._copies.pop(request, None)
-        if request in (same := self._of_ids.get(request.request_id, [])):
-            same.remove(request)
-            if not same:
-                del self._of_ids[request.request_id]
+        if request in (calls := self._calls.get(request.key, [])):
+            calls.remove(request)
+            if not calls:
+                del self._calls[request.key]
         if copy is not None and not copy.holder.has_ended:
             copy.holder.copies().ended.append(copy.number)
         if not self._copies:
@@ -121,10 +121,10 @@ class JournalCopies:
         return True
 
     def _is_later_copied(self, request: PendingRequest) -> bool:
-        """Return whether a later call of the same request has a copy: an output processor keeps one of each id, and
-        would forget the later call's with the end of the earlier one."""
-        same = self._of_ids[request.request_id]
-        return len(same) > 1 and any(self._copies[each] is not None for each in same[same.index(request) + 1 :])
+        """Return whether a later call of the same request has a copy: an output processor keeps one of each, and would
+        forget the later call's with the end of the earlier one."""
+        calls = self._calls[request.key]
+        return len(calls) > 1 and any(self._copies[each] is not None for each in calls[calls.index(request) + 1 :])
 
     def _place(self, request: PendingRequest, runner: ProcessStream) -> bool:
         """Send a copy of a request. Return False if there is no output processor for it."""
@@ -149,7 +149,7 @@ class JournalCopies:
                 num_sent[journal.sample_index] = len(journal.token_ids)
         holder.copies(request.num_bytes + journal_bytes(submit.journals)).begun.append(submit)
         self._copies[request] = _Copy(holder, self._last_number, request, num_sent)
-        for earlier in self._of_ids[request.request_id]:
+        for earlier in self._calls[request.key]:
             if earlier is request:
                 break
             # This one takes its place. The end is said, too: where it is sent together with the withdrawal, that comes

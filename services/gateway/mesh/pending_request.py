@@ -84,6 +84,7 @@ class PendingRequest:
 
     Attributes:
         collector: Receives the output: sample ``i`` at ``first_index + i``.
+        key: Its tenant and its id; a client may name an id that a request of another tenant has.
         num_live: Samples that have not ended.
         max_tokens: Of each sample.
         media: Its images; None: it has none.
@@ -118,6 +119,7 @@ class PendingRequest:
         "engine_deaths",
         "first_index",
         "is_accepted",
+        "key",
         "max_tokens",
         "may_begin",
         "media",
@@ -152,6 +154,7 @@ class PendingRequest:
         prompts that the gateway keeps for requests in work. ``budget``: of the gateway's retries. ``now``: when its
         timeout began. ``media``: its images; None: it has none."""
         self.request_id, self.takes_over = submit.request_id, submit.take_over
+        self.key = submit.tenant, submit.request_id
         self.sought_until = sought_until
         self.collector = collector
         self.first_index = first_index

@@ -14,6 +14,8 @@ from tokenloom.v1.output_processor_pb2 import JournalCopies, Resume, SampleJourn
 
 Peer: TypeAlias = tuple[str, int]
 """A gateway's name and epoch."""
+RequestKey: TypeAlias = tuple[str, str]
+"""A request's tenant and its id: a client may name an id that a request of another tenant has."""
 
 DRAIN_SECONDS = 5.0
 """Time that requests without a gateway have while the output processor drains: a client resumes within a second."""
@@ -26,9 +28,7 @@ class RetainedRequest(Protocol):
     """A request that can be resumed."""
 
     @property
-    def request_id(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
+    def key(self) -> RequestKey: ...
     @property
     def fingerprint(self) -> bytes: ...
     @property
@@ -74,11 +74,11 @@ class KeptRequests(Generic[R]):
         self._seconds = seconds
         self._max_bytes = max_bytes
         self._bytes = AdmissionLimit(max_bytes)
-        self._by_id: dict[str, R] = {}
-        self._others: dict[str, list[R]] = {}  # live ones of an id that another one is known by; the oldest first
+        self._known: dict[RequestKey, R] = {}
+        self._others: dict[RequestKey, list[R]] = {}  # live ones beside the one that is known; the oldest first
         # Requests without a stream, with the time at which each ends if its gateway stays away.
-        self._lost: dict[str, tuple[R, Peer, asyncio.TimerHandle, float]] = {}
-        self._ended: dict[str, tuple[R, Reservation, float]] = {}  # with bytes and time to go; the oldest first
+        self._lost: dict[RequestKey, tuple[R, Peer, asyncio.TimerHandle, float]] = {}
+        self._ended: dict[RequestKey, tuple[R, Reservation, float]] = {}  # with bytes and time to go; the oldest first
         self._purge_timer: asyncio.TimerHandle | None = None
         self._connected: dict[Peer, int] = {}
 
@@ -88,25 +88,24 @@ class KeptRequests(Generic[R]):
         return len(self._lost)
 
     def add(self, request: R) -> None:
-        """Make a request known. One of the same id that has ended, or has no gateway, is forgotten; one that has a
+        """Make a request known. One of the same key that has ended, or has no gateway, is forgotten; one that has a
         gateway and can be resumed stays known instead, until it ends."""
-        request_id = request.request_id
-        if request_id in self._ended:
-            self._forget(request_id)
-        elif request_id in self._lost:
-            self._lost[request_id][0].cancel()
-        known, other = self._by_id.get(request_id), None
+        key = request.key
+        if key in self._ended:
+            self._forget(key)
+        elif key in self._lost:
+            self._lost[key][0].cancel()
+        known, other = self._known.get(key), None
         if known is not None and known.can_repeat:
             other = request
         else:
-            self._by_id[request_id], other = request, known
+            self._known[key], other = request, known
         if other is not None:
-            self._others.setdefault(request_id, []).append(other)
+            self._others.setdefault(key, []).append(other)
 
-    def make_way(self, request_id: str) -> bool:
-        """End the request of this id that has no stream, because its gateway submits it again. Returns whether there
-        was one."""
-        if (lost := self._lost.get(request_id)) is None:
+    def make_way(self, request_id: str, tenant: str) -> bool:
+        """End the request that has no stream, because its gateway submits it again. Returns whether there was one."""
+        if (lost := self._lost.get((tenant, request_id))) is None:
             return False
         lost[0].cancel()
         return True
@@ -127,8 +126,7 @@ class KeptRequests(Generic[R]):
 
     def any_of(self, request_id: str, tenant: str) -> R | None:
         """Return a request whether or not its output can be sent again; None as of :meth:`known`."""
-        request = self._by_id.get(request_id)
-        return None if request is None or request.tenant != tenant else request
+        return self._known.get((tenant, request_id))
 
     def unrepeatable(self, wanted: Resume) -> R | None:
         """Return a request that a gateway wants to continue but whose output cannot be sent again; None and errors as
@@ -142,15 +140,12 @@ class KeptRequests(Generic[R]):
         """End a request that its client does not want any more, and forget it, also where it was sent again meanwhile.
         Nothing happens if it is not known."""
         self.copies.withdraw(request_id, tenant)
-        for other in self._others.get(request_id, [])[:]:  # first: the last of them would become the known one
-            if other.tenant == tenant:
-                other.cancel()
-        request = self._by_id.get(request_id)
-        if request is None or request.tenant != tenant:
-            return
-        if request_id in self._ended:
-            self._forget(request_id)
-        else:
+        key = tenant, request_id
+        for other in self._others.get(key, [])[:]:  # first: the last of them would become the known one
+            other.cancel()
+        if key in self._ended:
+            self._forget(key)
+        elif (request := self._known.get(key)) is not None:
             request.cancel()
 
     def connect(self, peer: Peer) -> None:
@@ -177,13 +172,13 @@ class KeptRequests(Generic[R]):
 
     def lose(self, request: R, peer: Peer) -> bool:
         """Keep a request whose gateway was lost. Returns False if it cannot be resumed or need not be."""
-        is_known = self._by_id.get(request.request_id) is request
+        is_known = self._known.get(request.key) is request
         if not is_known or not self._seconds:
             return False
         # A gateway with another stream here is alive: it has ended this one itself, and may have sent the request on
         # that one already, which then takes the place of this one.
         is_back = peer in self._connected
-        if is_back and any(each.can_repeat for each in self._others.get(request.request_id, ())):
+        if is_back and any(each.can_repeat for each in self._others.get(request.key, ())):
             return False
         request.detach()
         until = asyncio.get_running_loop().time() + self._seconds
@@ -192,27 +187,27 @@ class KeptRequests(Generic[R]):
 
     def attached(self, request: R) -> None:
         """Note that a request has a stream again."""
-        if (lost := self._lost.pop(request.request_id, None)) is not None:
+        if (lost := self._lost.pop(request.key, None)) is not None:
             lost[2].cancel()
 
     def ended(self, request: R) -> None:
         """Keep the output of a request that has ended as its client asked; forget any other one."""
-        request_id = request.request_id
-        if self._by_id.get(request_id) is not request:
+        key = request.key
+        if self._known.get(key) is not request:
             self._leave_others(request)
             return
         self.attached(request)
         num_bytes = request.num_bytes
         if not request.is_complete or not self._seconds or (reservation := self._reserve(num_bytes)) is None:
-            del self._by_id[request_id]
-            if others := self._others.get(request_id):
+            del self._known[key]
+            if others := self._others.get(key):
                 # The gateway sent it again on another stream before the end of the first one was noticed. Both run, and
                 # a gateway that continues the request must find one of them.
-                self._by_id[request_id] = others[-1]
+                self._known[key] = others[-1]
                 self._leave_others(others[-1])
             return
         until = asyncio.get_running_loop().time() + self._seconds
-        self._ended[request_id] = request, reservation, until
+        self._ended[key] = request, reservation, until
         if self._purge_timer is None:
             self._purge_timer = asyncio.get_running_loop().call_at(until, self._purge)
 
@@ -227,19 +222,19 @@ class KeptRequests(Generic[R]):
         """Cancel the requests without a gateway, and forget all others."""
         for request, *_ in list(self._lost.values()):
             request.cancel()
-        for request_id in list(self._ended):
-            self._forget(request_id)
+        for key in list(self._ended):
+            self._forget(key)
         if self._purge_timer is not None:
             self._purge_timer.cancel()
         self.copies.close()
         await self.tasks.close()
 
     def _leave_others(self, request: R) -> None:
-        others = self._others.get(request.request_id, [])
+        others = self._others.get(request.key, [])
         if request in others:
             others.remove(request)
             if not others:
-                del self._others[request.request_id]
+                del self._others[request.key]
 
     def _keep(self, request: R, peer: Peer, seconds: float, until: float = 0.0) -> None:
         loop = asyncio.get_running_loop()
@@ -251,7 +246,7 @@ class KeptRequests(Generic[R]):
             else:
                 request.cancel()
 
-        self._lost[request.request_id] = request, peer, loop.call_at(due, expire), until
+        self._lost[request.key] = request, peer, loop.call_at(due, expire), until
 
     def _purge(self) -> None:
         """Forget the requests whose time is over, and wait for the next one."""
@@ -259,11 +254,11 @@ class KeptRequests(Generic[R]):
         loop = asyncio.get_running_loop()
         now = loop.time()
         while self._ended:
-            request_id, (_, _, until) = next(iter(self._ended.items()))
+            key, (_, _, until) = next(iter(self._ended.items()))
             if until > now:
                 self._purge_timer = loop.call_at(until, self._purge)
                 return
-            self._forget(request_id)
+            self._forget(key)
 
     def _reserve(self, num_bytes: int) -> Reservation | None:
         """Reserve memory for the output of a request, in place of the oldest ones if need be; None: it never fits."""
@@ -273,10 +268,10 @@ class KeptRequests(Generic[R]):
             self._forget(next(iter(self._ended)))
         return reservation
 
-    def _forget(self, request_id: str) -> None:
-        _, reservation, _ = self._ended.pop(request_id)
+    def _forget(self, key: RequestKey) -> None:
+        _, reservation, _ = self._ended.pop(key)
         reservation.release()
-        del self._by_id[request_id]
+        del self._known[key]
 
 
 def _check_same(wanted: Resume | Submit, fingerprint: bytes, num_samples: int) -> None:

@@ -27,7 +27,7 @@ from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import Lifetime
 from ..placement.placement import FirstPick, Placer
 from ..text.vocabulary import Vocabulary
-from .kept_requests import KeptRequests
+from .kept_requests import KeptRequests, RequestKey
 from .outbox import NOWHERE, Outbox
 from .pooled_request import PooledRequest
 from .request_stages import RequestStages
@@ -86,12 +86,8 @@ class SampleGroup:
         self.on_over: Callable[[SampleGroup], object] = _ignore
 
     @property
-    def request_id(self) -> str:
-        return self._submit.request_id
-
-    @property
-    def tenant(self) -> str:
-        return self._submit.tenant
+    def key(self) -> RequestKey:
+        return self._submit.tenant, self._submit.request_id
 
     @property
     def fingerprint(self) -> bytes:
@@ -461,7 +457,7 @@ class Requests:
             self._limit.check(submit)
         except errors.TryElsewhere:
             # Its place may be taken by itself: its gateway had lost it, and submits it again.
-            if not self.kept.make_way(submit.request_id):
+            if not self.kept.make_way(submit.request_id, submit.tenant):
                 raise
             self._limit.check(submit)
         self._placer.budget.add_request()

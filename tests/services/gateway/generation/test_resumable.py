@@ -146,6 +146,19 @@ async def test_a_request_that_a_later_call_seeks_does_not_expire(held: Held) -> 
     assert (first.log, held.count("expired")) == (["closed"], 1)
 
 
+async def test_a_call_of_another_tenant_hides_no_request(held: Held) -> None:
+    """It had named the id. The request's own client got no place, and could not cancel it."""
+    first = held.abandoned()
+    other, admitted = FakeGeneration(), AdmittedCall(held.admission.admit(JOB, 60.0))
+    held.requests.add(other, "another", admitted)
+    assert held.requests.find(CLAIM, "someone") is not None
+    assert held.requests.cancel("a", "someone")
+    await settle()
+    assert (first.log, held.count("cancelled")) == (["closed"], 1)
+    held.requests.remove(other)
+    admitted.end()
+
+
 @pytest.mark.parametrize("is_of_another", [True, False])
 async def test_a_request_expires_beside_a_later_call_that_does_not_need_it(held: Held, is_of_another: bool) -> None:
     """The later call had found what was left of it at another output processor. Both ran until both had ended, in one

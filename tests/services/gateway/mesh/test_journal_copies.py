@@ -54,8 +54,8 @@ class Gateway:
     def begin(self, collector: Collector, **fields: Any) -> Cancel:
         """Begin a request at the first output processor."""
         given: dict[str, Any] = {"fingerprint": b"body", "sampling_params": SamplingParams(max_tokens=100)}
-        given = {"request_id": ID, "prompt": Prompt(token_ids=[1, 2]), **given, **fields}
-        submit = Submit(tenant="a", **given)
+        given = {"request_id": ID, "tenant": "a", "prompt": Prompt(token_ids=[1, 2]), **given, **fields}
+        submit = Submit(**given)
         return self.pool.submit(submit, collector, 0)
 
     def sent(self, number: int) -> Sent:
@@ -199,7 +199,18 @@ async def test_the_copy_of_a_later_call_outlives_the_one_before() -> None:
     assert last.number not in gateway.sent(number).ended
     end_later()
     assert list(gateway.sent(number).ended) == [last.number]
-    assert gateway.copies._of_ids == {}
+    assert gateway.copies._calls == {}
+
+
+async def test_a_call_of_another_tenant_takes_no_copy_away() -> None:
+    """It had named the id, and the first one had no copy for as long as it ran."""
+    gateway = Gateway("a:1", "b:1")
+    gateway.begin(Collector(1))
+    gateway.begin(Collector(1), tenant="b")
+    copies = [CopiedRequests(60.0, 1 << 20) for _ in gateway.links]
+    for number, each in enumerate(copies):
+        each.receive(gateway, gateway.sent(number))
+    assert [sum(each.any_of(ID, tenant) is not None for each in copies) for tenant in "ab"] == [1, 1]
 
 
 async def test_no_copy_of_an_earlier_call_is_left_behind() -> None:

@@ -12,6 +12,7 @@ from tokenloom.services.output_processor.request.kept_requests import (
     RETURNED_SECONDS,
     CopiedRequests,
     KeptRequests,
+    RequestKey,
 )
 from tokenloom.v1.output_processor_pb2 import CopiedOutput, JournalCopies, Resume, SampleJournal, Submit
 
@@ -35,6 +36,10 @@ class FakeRequest:
     is_attached: bool = True
     log: list[str] = field(default_factory=list)
 
+    @property
+    def key(self) -> RequestKey:
+        return self.tenant, self.request_id
+
     def end(self, *, complete: bool = True) -> None:
         self.is_over, self.is_complete = True, complete
         self.kept.ended(self)
@@ -52,8 +57,8 @@ def kept() -> KeptRequests[FakeRequest]:
     return KeptRequests(lambda error: None, SECONDS, 1000)
 
 
-def begun(kept: KeptRequests[FakeRequest], request_id: str = "a") -> FakeRequest:
-    request = FakeRequest(kept, request_id)
+def begun(kept: KeptRequests[FakeRequest], request_id: str = "a", tenant: str = "someone") -> FakeRequest:
+    request = FakeRequest(kept, request_id, tenant)
     kept.add(request)
     return request
 
@@ -194,6 +199,19 @@ async def test_one_that_was_sent_twice_is_known_until_both_have_ended(kept: Kept
     assert find(kept) is third
     third.end()
     assert find(kept) is third, "its output is kept"
+
+
+async def test_a_request_of_another_tenant_ends_and_hides_none(kept: KeptRequests[FakeRequest]) -> None:
+    """A client that names an id may begin a request with it, if it says that it has nothing of the answer."""
+    lost, ended, runs = begun(kept), begun(kept, "b"), begun(kept, "c")
+    kept.lose(lost, PEER)
+    ended.end()
+    runs.can_repeat = False
+    for request_id in "abc":
+        begun(kept, request_id, "another")
+        assert not kept.make_way(request_id, "another")
+    assert lost.log == []
+    assert [find(kept, "a"), find(kept, "b"), kept.any_of("c", "someone")] == [lost, ended, runs]
 
 
 async def test_one_that_cannot_be_repeated_hides_no_other(kept: KeptRequests[FakeRequest]) -> None:

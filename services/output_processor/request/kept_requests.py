@@ -3,7 +3,7 @@ those that other output processors run."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tokenloom.request import errors
@@ -299,9 +299,10 @@ class CopiedRequest:
         num_bytes: Bytes of memory that it takes, about.
         lost_by: The gateway whose stream has ended; None: it lives, and has the request.
         expires_at: When it is forgotten then, in seconds of the event loop's clock.
+        kept_until: When it is forgotten if the gateway stays away.
     """
 
-    __slots__ = ("_until", "expires_at", "lost_by", "num_bytes", "number", "numbers", "submit")
+    __slots__ = ("_until", "expires_at", "kept_until", "lost_by", "num_bytes", "number", "numbers", "submit")
 
     def __init__(self, submit: Submit, numbers: "dict[int, CopiedRequest]", now: float) -> None:
         """``submit``: with the number as its slot. ``now``: in seconds, when its timeout begins."""
@@ -310,7 +311,7 @@ class CopiedRequest:
         self.numbers = numbers
         self.num_bytes = _COPY_BYTES + submit.ByteSize()
         self.lost_by: Peer | None = None
-        self.expires_at = 0.0
+        self.expires_at = self.kept_until = 0.0
         self._until = now + submit.timeout.ToNanoseconds() / 1e9 if submit.HasField("timeout") else None
 
     def add(self, news: Iterable[SampleJournal]) -> int:
@@ -348,8 +349,9 @@ class CopiedRequests:
     """Keeps copies of requests that other output processors run (``JournalCopies``), within ``max_bytes``.
 
     While the stream of its gateway lives, a copy is kept and not used: the gateway has the request, and places it again
-    if the output processor that runs it is lost. After the end of the stream a copy is kept for ``seconds``, and for a
-    few more once the gateway is back: it may be starved or killed before it has sent another one.
+    if the output processor that runs it is lost. After the end of the stream a copy is kept for ``seconds``, or for a
+    few once the gateway is back: it may be starved or killed before it has sent another one. If it is lost again
+    meanwhile, the first time counts.
 
     Attributes:
         num_copies: How many are kept.
@@ -415,14 +417,17 @@ class CopiedRequests:
     def connect(self, peer: Peer) -> None:
         """Keep the copies of a gateway that is back for :data:`RETURNED_SECONDS`: it sends those of the requests that
         it still has."""
-        self._expire_after(min(self._seconds, RETURNED_SECONDS), [copy for copy in self._all() if copy.lost_by == peer])
+        self._expire_soon([copy for copy in self._all() if copy.lost_by == peer])
 
     def lose(self, stream: object, peer: Peer) -> None:
-        """Note that the stream of a gateway has ended. Its copies may be used from now on, for a while."""
-        copies = list(self._numbers.pop(stream, {}).values())
-        for copy in copies:
-            copy.lost_by = peer
-        self._expire_after(self._seconds, copies)
+        """Note that the stream of a gateway has ended. Its copies may be used from now on, for a while. Those of an
+        earlier stream have the rest of their time, as in :meth:`KeptRequests.disconnect`."""
+        now = asyncio.get_running_loop().time()
+        for copy in self._numbers.pop(stream, {}).values():
+            copy.lost_by, copy.kept_until = peer, now + self._seconds
+        for copy in self._all():
+            if copy.lost_by == peer and copy.expires_at < copy.kept_until:
+                self._expire_at(copy, copy.kept_until)
 
     def close(self) -> None:
         """Forget all copies."""
@@ -431,22 +436,22 @@ class CopiedRequests:
         for copy in self._all():
             self._forget(copy)
 
-    def _expire_after(self, seconds: float, copies: Sequence[CopiedRequest]) -> None:
-        if not copies:
-            return
-        loop = asyncio.get_running_loop()
-        due = loop.time() + seconds
+    def _expire_soon(self, copies: Iterable[CopiedRequest]) -> None:
+        due = asyncio.get_running_loop().time() + min(self._seconds, RETURNED_SECONDS)
         for copy in copies:
-            copy.expires_at = due
+            self._expire_at(copy, due)
+
+    def _expire_at(self, copy: CopiedRequest, due: float) -> None:
+        copy.expires_at = due
         if due not in self._timers:
-            self._timers[due] = loop.call_at(due, self._expire, due)
+            self._timers[due] = asyncio.get_running_loop().call_at(due, self._expire, due)
 
     def _expire(self, due: float) -> None:
         """Forget the copies whose time is over, and that have not been used."""
         del self._timers[due]
         copies = [copy for copy in self._all() if copy.lost_by is not None and copy.expires_at <= due]
         if is_late(due):  # as in :class:`KeptRequests`
-            self._expire_after(min(self._seconds, RETURNED_SECONDS), copies)
+            self._expire_soon(copies)
             return
         for copy in copies:
             self._forget(copy)

@@ -404,6 +404,26 @@ async def test_copies_of_a_gateway_that_is_back_are_kept_for_a_moment() -> None:
     assert (copies.num_copies, outcomes) == (0, ["expired"])
 
 
+async def test_copies_of_a_gateway_that_is_lost_again_have_their_first_time() -> None:
+    """Starved, it had connected again, and was killed before it sent anything: its clients had 5 s instead of 60 s."""
+    copies, outcomes = copies_with_room(4)
+    stream = object()
+    copies.receive(stream, copy_of("a", "someone"))
+    copies.lose(stream, PEER)
+    for _ in range(2):
+        copies.connect(PEER)
+        pass_time(1)
+        await settle()
+        copies.lose(object(), PEER)
+    for seconds in (RETURNED_SECONDS - 0.8, SECONDS - RETURNED_SECONDS - 2.2):
+        pass_time(seconds)
+        await settle()
+        assert found(copies, ("a", "someone")) == ["a"]
+    pass_time(1.2)
+    await settle()
+    assert (copies.num_copies, outcomes) == (0, ["expired"]), "however often it comes and goes"
+
+
 async def test_a_copy_keeps_its_deadline() -> None:
     copies, _ = copies_with_room(4)
     stream, begun = object(), copy_of("a", "someone")

@@ -21,6 +21,7 @@ from tokenloom.v1.output_processor_pb2 import (
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
 from .placement.placement import FirstPick, PendingPick
+from .request.kept_requests import Peer
 from .request.outbox import Outbox
 from .request.pooled_request import PooledRequest
 from .request.requests import Requests, SampleGroup
@@ -46,6 +47,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         # frame here, or two.
         self._outbox = Outbox(self._changed.set)
         self._leaving = self._has_left = False
+        self._peer: Peer = "", 0
         self._tasks = Tasks(self.abort)
 
     async def run(
@@ -59,7 +61,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         messages = aiter(messages)
         kept = self._requests.kept
         first = await receive_hello(messages, self._hello)
-        peer = first.hello.peer_id, first.hello.epoch
+        self._peer = peer = first.hello.peer_id, first.hello.epoch
         kept.copies.connect(peer)
         kept.connect(peer)
         self._has_left = self._leaving
@@ -128,6 +130,8 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
                 group.cancel()
         for withdrawal in message.withdraw:
             self._requests.kept.withdraw(withdrawal.request_id, withdrawal.tenant)
+        for moved in message.moved:
+            self._requests.kept.moved(moved.request_id, moved.tenant, self._peer)
 
     def _submit(self, submit: Submit, pick: FirstPick) -> None:
         group: SampleGroup | PooledRequest

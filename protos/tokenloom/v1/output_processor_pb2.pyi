@@ -70,7 +70,7 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., held_text: _Optional[str] = ..., stop_string: _Optional[str] = ..., single_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ProcessInput(_message.Message):
-    __slots__ = ("hello", "submit", "resume", "cancel_slots", "credit", "withdraw", "journal_copies")
+    __slots__ = ("hello", "submit", "resume", "cancel_slots", "credit", "withdraw", "journal_copies", "moved")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class ProcessInput(_message.Message):
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_COPIES_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     submit: _containers.RepeatedCompositeFieldContainer[Submit]
     resume: _containers.RepeatedCompositeFieldContainer[Resume]
@@ -85,7 +86,8 @@ class ProcessInput(_message.Message):
     credit: int
     withdraw: _containers.RepeatedCompositeFieldContainer[Withdrawal]
     journal_copies: JournalCopies
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., withdraw: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., journal_copies: _Optional[_Union[JournalCopies, _Mapping]] = ...) -> None: ...
+    moved: _containers.RepeatedCompositeFieldContainer[Withdrawal]
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., withdraw: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., journal_copies: _Optional[_Union[JournalCopies, _Mapping]] = ..., moved: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ...) -> None: ...
 
 class JournalCopies(_message.Message):
     __slots__ = ("withdrawn", "begun", "outputs", "ended")

@@ -266,6 +266,10 @@ class OutputPool:
             if held.debt.is_back():
                 timer.cancel()
                 self._ask_again(held)
+        for stream in filter(None, [link.stream for link in self._links]):
+            for request in stream.slots.values():
+                if request.left_at:
+                    self._end_left(request)
         self._forget_withdrawn(MAX_WITHDRAWN)
         for request_id, tenant in self._withdrawn:
             self._withdraw_at_all(request_id, tenant)
@@ -312,7 +316,8 @@ class OutputPool:
         connected = [each.stream.incarnation for each in self._links if each.stream is not None]
         loop = asyncio.get_running_loop()
         cause = Cause.SILENT if stream.was_silent else Cause.GONE
-        is_back = partial(self._is_connected, stream.incarnation[0]) if stream.was_silent else None
+        address = stream.incarnation[0]
+        is_back = partial(self._is_connected, address) if stream.was_silent else None
         for request in requests:
             if request.is_sought:
                 # A loss is found out after 2.6 s and more: the search would be over before it has asked the others.
@@ -320,7 +325,12 @@ class OutputPool:
                 self._seek(request)
                 continue
             request.lost(
-                cause, is_back=is_back, ended_alone=ended_alone, connected=connected, was_wrong=stream.was_wrong
+                cause,
+                address,
+                is_back=is_back,
+                ended_alone=ended_alone,
+                connected=connected,
+                was_wrong=stream.was_wrong,
             )
             self._wait(request)
 
@@ -524,9 +534,19 @@ class OutputPool:
                     if request.withdraw is not None:  # otherwise it has only waited
                         self._count_moved()
                     stream.submit(request, again=True)
+                    if request.left_at:
+                        self._end_left(request)
                 num_placed += 1
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)
+
+    def _end_left(self, request: PendingRequest) -> None:
+        """Let output processors that are connected again end what they still run of a request that another one has."""
+        for link in self._links:
+            if link.address in request.left_at and (stream := link.stream) is not None:
+                request.left_at.discard(link.address)
+                if stream is not request.runner:  # which ends it itself
+                    stream.moved(request)
 
     def _is_connected(self, address: str) -> bool:
         return any(link.address == address and link.stream is not None for link in self._links)

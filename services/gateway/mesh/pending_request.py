@@ -84,6 +84,7 @@ class PendingRequest:
 
     Attributes:
         collector: Receives the output: sample ``i`` at ``first_index + i``.
+        left_at: The addresses of output processors that were lost with it, and may still run it.
         key: Its tenant and its id; a client may name an id that a request of another tenant has.
         num_live: Samples that have not ended.
         max_tokens: Of each sample.
@@ -120,6 +121,7 @@ class PendingRequest:
         "first_index",
         "is_accepted",
         "key",
+        "left_at",
         "max_tokens",
         "may_begin",
         "media",
@@ -168,6 +170,7 @@ class PendingRequest:
         self.refused_by: list[object] = []
         self.unknown_to: list[object] = []
         self.runner: object | None = None
+        self.left_at = set[str]()  # bounded by the output processors
         self.may_begin = self.seeks_copy = False
         self.debt = RetryDebt(budget)
         self.is_accepted = False
@@ -287,19 +290,23 @@ class PendingRequest:
     def lost(
         self,
         cause: Cause,
+        address: str = "",
         *,
         is_back: Callable[[], bool] | None = None,
         ended_alone: Incarnation | None = None,
         connected: Collection[Incarnation] = (),
         was_wrong: bool = False,
     ) -> None:
-        """Note that its output processor was lost. ``is_back``: as of :meth:`RetryDebt.failed`. ``ended_alone``: which
-        one it was, if it seems to have ended, and this was the only request there. ``connected``: those that are
-        connected now. ``was_wrong``: it was given up because of a frame that no output processor may send."""
+        """Note that its output processor was lost. ``address``: its address; empty: it has ended the request.
+        ``is_back``: as of :meth:`RetryDebt.failed`. ``ended_alone``: which one it was, if it seems to have ended, and
+        this was the only request there. ``connected``: those that are connected now. ``was_wrong``: it was given up
+        because of a frame that no output processor may send."""
         self.refused_by.clear()
         self.unknown_to.clear()
         self.sought_until, self.seeks_copy = 0.0, False
         self.is_accepted = True
+        if address and self._submit is not None and self._submit.fingerprint:  # otherwise it ends with its stream
+            self.left_at.add(address)
         made_progress = self._num_tokens() > self._num_tokens_sent
         self.debt.failed(cause, made_progress=made_progress, is_back=is_back)
         self._num_wrong = was_wrong if made_progress else self._num_wrong + was_wrong

@@ -155,6 +155,11 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         if not self.has_ended:
             self._message().withdraw.add(request_id=request_id, tenant=tenant)
 
+    def moved(self, request: PendingRequest) -> None:
+        """End a request that this gateway had lost here, and that another output processor runs."""
+        tenant, request_id = request.key
+        self._message().moved.add(request_id=request_id, tenant=tenant)
+
     def copies(self, num_bytes: int = 0) -> pb.JournalCopies:
         """Return the copies of the next message, with room for so much of another one."""
         return self._message_after(num_bytes).journal_copies

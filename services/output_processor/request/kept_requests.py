@@ -148,6 +148,13 @@ class KeptRequests(Generic[R]):
         elif (request := self._known.get(key)) is not None:
             request.cancel()
 
+    def moved(self, request_id: str, tenant: str, peer: Peer) -> None:
+        """End a request that a gateway had lost and has sent to another output processor, unless it has a stream again:
+        a call of another gateway found it first, and its answer would go on here with other tokens."""
+        lost = self._lost.get((tenant, request_id))
+        if lost is not None and lost[1] == peer:
+            lost[0].cancel()
+
     def connect(self, peer: Peer) -> None:
         """Note a gateway's stream. Requests that this incarnation lost have :data:`RETURNED_SECONDS` from now on: it
         submits them again, here or elsewhere, or asks for them if it had resumed them."""

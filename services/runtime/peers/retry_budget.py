@@ -47,7 +47,7 @@ class RetryBudget:
     2. When the part may still compute, the first retry of a request is free, and each further one takes one from the
        budget until the request has made progress: at most 10 % of the requests, plus a small reserve. When parts seem
        to die because they are overloaded, their requests therefore do not go around in circles. One that was silent
-       and is connected again has ended what it computed, so that its requests move for free as well.
+       and is connected again ends what it still computes, so that its requests move for free as well.
     3. A request that a full part refused may take the room that another one has. This always takes one from the budget:
        when all parts are full, requests end with the overload instead of asking each of them.
 

@@ -377,6 +377,15 @@ async def test_a_gateway_that_comes_back_submits_again_itself(mesh: Mesh) -> Non
     assert (await mesh.recall(wanted)).is_attended
 
 
+async def test_a_request_that_moved_while_its_gateway_was_away_is_not_found_where_it_was(mesh: Mesh) -> None:
+    """It ran at two output processors, and the answer of the call that resumed it went on as the other one did not."""
+    stream, slot = await lost(mesh, kept(), mesh.ids("a"))
+    back = await mesh.gateway(peer_id="lost")
+    await back.send(moved=[Withdrawal(request_id="request-1", tenant="someone")])
+    assert list((await stream.next_input()).abort_slots) == [slot]
+    assert await refusal(await mesh.gateway(peer_id="other")) == "REQUEST_LOST"
+
+
 async def test_a_gateway_that_comes_back_finds_what_it_had_resumed(mesh: Mesh) -> None:
     """Its stream broke before anything of the request arrived: the output processor had cancelled it as one that is
     submitted again, and the client got 404."""

@@ -258,15 +258,15 @@ async def test_a_request_that_no_part_has_begins_anew_if_its_client_has_nothing_
 class Silences:
     """Requests at the first of two output processors, without a budget for retries."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_requests: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_requests: int, **fields: Any) -> None:
         monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
         members: Any = SimpleNamespace(chosen={"a", "b"}, widen=lambda: None, is_wide=False)
-        self.pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
+        self.pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=99, on_moved=lambda: None)  # type: ignore[arg-type]
         self.links = [OutputLink(address, Hello(), self.pool) for address in "ab"]
         self.pool._links.extend(self.links)
         self.connect(0)
         for _ in range(num_requests):
-            self.pool.submit(Submit(), Collector(1), 0)
+            self.pool.submit(Submit(**fields), Collector(1), 0)
         self.placing = asyncio.create_task(self.pool._place_waiting())
 
     def connect(self, number: int) -> None:
@@ -314,6 +314,48 @@ async def test_requests_that_move_on_from_one_that_stays_silent_wait_for_the_bud
     silences.connect(1)
     await settle()
     assert silences.num_sent(0) + silences.num_sent(1) == 3
+    silences.placing.cancel()
+
+
+def moved(link: OutputLink) -> list[str]:
+    """Return what an output processor is to end, because another one runs it now."""
+    assert link.stream is not None
+    return [each.request_id for message in link.stream._outbox for each in message.moved]
+
+
+async def test_an_output_processor_that_is_back_ends_what_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computed that for 5 s more, and a call at another gateway found it there: one request ran twice."""
+    silences = Silences(monkeypatch, 1, request_id="a", fingerprint=b"body", prompt=Prompt(token_ids=[1]))
+    silences.connect(1)
+    await silences.lose(0)
+    assert silences.num_sent(1) == 1
+    silences.connect(0)
+    assert moved(silences.links[0]) == ["a"]
+    await silences.lose(0)
+    silences.connect(0)
+    assert moved(silences.links[0]) == [], "once"
+    silences.placing.cancel()
+
+
+async def test_what_moves_after_the_return_ends_too_but_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    silences = Silences(monkeypatch, 1, request_id="a", fingerprint=b"body", prompt=Prompt(token_ids=[1]))
+    silences.connect(1)
+    await silences.lose(0)
+    await silences.lose(1)
+    silences.connect(1)
+    await settle()
+    silences.connect(0)
+    assert (silences.num_sent(1), moved(silences.links[1])) == (1, [])
+    assert moved(silences.links[0]) == ["a"]
+    silences.placing.cancel()
+
+
+async def test_what_no_call_can_resume_has_ended_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    silences = Silences(monkeypatch, 1, request_id="a", prompt=Prompt(token_ids=[1]))
+    silences.connect(1)
+    await silences.lose(0)
+    silences.connect(0)
+    assert (silences.num_sent(1), moved(silences.links[0])) == (1, [])
     silences.placing.cancel()
 
 

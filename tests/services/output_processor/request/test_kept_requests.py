@@ -160,6 +160,18 @@ async def test_an_incarnation_that_is_back_has_time_to_send_what_it_had(
     assert find(kept, "another") is another, "it is of another incarnation"
 
 
+@pytest.mark.parametrize("how", ["waits", "is of another gateway", "has a stream again", "is of another tenant"])
+async def test_what_its_gateway_has_sent_elsewhere_ends(kept: KeptRequests[FakeRequest], how: str) -> None:
+    """A call at another gateway found it first, and went on with it beside the one that had moved."""
+    request = begun(kept, tenant="another" if how == "is of another tenant" else "someone")
+    kept.lose(request, ("gateway-1", 1) if how == "is of another gateway" else PEER)
+    if how == "has a stream again":
+        kept.attached(request)
+    kept.connect(PEER)
+    kept.moved("a", "someone", PEER)
+    assert request.log == ["cancelled"] * (how == "waits")
+
+
 async def test_a_gateway_that_is_lost_again_has_its_first_time(kept: KeptRequests[FakeRequest]) -> None:
     """Starved, it had connected again, and was killed before it sent anything: its clients had 5 s instead of 60 s."""
     request = begun(kept)

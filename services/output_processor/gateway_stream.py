@@ -138,7 +138,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         try:
             # A client that repeats its call with the same idempotency key joins the request that still runs. It is not
             # begun a second time, and costs no budget of retries.
-            if submit.take_over and (known := self._requests.kept.find(submit)) is not None:
+            if submit.take_over and (known := self._find(submit)) is not None:
                 self._attach(known, submit.slot)
                 return
             if submit.HasField("pooling_params"):
@@ -157,15 +157,21 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
 
     def _resume(self, resume: Resume) -> None:
         try:
-            group = self._requests.kept.find(resume) or self._requests.restart(resume)
+            group = self._find(resume)
             if group is None and resume.from_copy:
                 group = self._requests.revive(resume)
             if group is None:
                 raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
             self._attach(group, resume.slot, resume.positions)
         except Exception as error:  # a fault of one request never ends the stream of all
-            is_copied = self._requests.kept.copies.any_of(resume.request_id, resume.tenant) is not None
-            self._refuse(resume.slot, error, is_copied=is_copied and isinstance(error, errors.RequestLost))
+            copy = self._requests.kept.copies.any_of(resume.request_id, resume.tenant)
+            is_awaited = copy is not None and copy.lost_by is None
+            self._refuse(resume.slot, error, is_copied=is_awaited and isinstance(error, errors.RequestLost))
+
+    def _find(self, wanted: Submit | Resume) -> SampleGroup | None:
+        """Return a request that runs here, or ran; one whose output cannot be sent again begins anew. None: there is
+        none."""
+        return self._requests.kept.find(wanted) or self._requests.restart(wanted)
 
     def _attach(self, group: SampleGroup, slot: int, positions: Iterable[SamplePosition] = ()) -> None:
         """Send a request's output from the positions on."""

@@ -128,7 +128,7 @@ class KeptRequests(Generic[R]):
         """Return a request whether or not its output can be sent again; None as of :meth:`known`."""
         return self._known.get((tenant, request_id))
 
-    def unrepeatable(self, wanted: Resume) -> R | None:
+    def unrepeatable(self, wanted: Resume | Submit) -> R | None:
         """Return a request that a gateway wants to continue but whose output cannot be sent again; None and errors as
         of :meth:`find`."""
         if (request := self.any_of(wanted.request_id, wanted.tenant)) is None or request.can_repeat:

@@ -473,7 +473,7 @@ class Requests:
         submit = self.kept.copies.take(wanted)
         return None if submit is None else self._continue(submit)
 
-    def restart(self, wanted: Resume) -> SampleGroup | None:
+    def restart(self, wanted: Resume | Submit) -> SampleGroup | None:
         """Begin a request anew, without a stream, that runs here but whose output cannot be sent again: another output
         processor has sent its first log probabilities. Return None if there is none. Raises as :meth:`revive`."""
         if (group := self.kept.unrepeatable(wanted)) is None:

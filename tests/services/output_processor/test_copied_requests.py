@@ -155,9 +155,11 @@ async def test_a_copy_says_that_the_gateway_of_its_request_lives(mesh: Mesh) -> 
     wanted = RecallRequest(request_id="request-1", tenant="someone", from_copy=True)
     assert (await mesh.recall(wanted)).is_attended
     await lose(gateway)
+    await other.send(resume=[resume(3)])
+    assert not (await other.next_frame()).finished[0].is_copied, "what continues it is a copy"
     await mesh.gateway(peer_id="lost")
     assert not (await mesh.recall(wanted)).is_attended, "it has come back, and has not sent it again"
-    await other.send(resume=[resume(3, from_copy=True)])
+    await other.send(resume=[resume(4, from_copy=True)])
     assert await (await mesh.engines[0].next_stream()).next_adds(1)
 
 

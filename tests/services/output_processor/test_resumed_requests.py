@@ -216,7 +216,7 @@ async def test_log_probabilities_are_kept(mesh: Mesh) -> None:
     assert [(taken.slot, taken.error.reason) for taken in frame.finished] == [(7, "ABORTED")]
 
 
-@pytest.mark.parametrize("how", ["runs", "lost its gateway", "has ended"])
+@pytest.mark.parametrize("how", ["runs", "is repeated", "lost its gateway", "has ended"])
 async def test_log_probabilities_that_another_output_processor_sent_are_computed_anew(mesh: Mesh, how: str) -> None:
     """The gateway had moved the request here with its tokens. A call that resumed it got 404: their log probabilities
     are not here."""
@@ -232,10 +232,15 @@ async def test_log_probabilities_that_another_output_processor_sent_are_computed
         stream.send((slot, 2, ids[2:4]), finished=end(slot, 4), logprobs=logprobs)
         await gateway.until_finished(1)
     other = await mesh.gateway(peer_id="other")
-    await other.send(resume=[resume(7, fingerprint=b"body")])
+    if how == "is repeated":  # it ran beside the first one
+        repeat = kept(7, logprobs=1, take_over=True)
+        repeat.request_id = "request-1"
+        await other.send(submit=[repeat])
+    else:
+        await other.send(resume=[resume(7, fingerprint=b"body")])
     (again,) = await stream.next_adds(1)
     assert list(again.accepted_token_ids) == []
-    if how == "runs":
+    if how in ("runs", "is repeated"):
         assert (await gateway.until_finished(1))[2].error.reason == "ABORTED"
     numbers = [-float(token_id) for token_id in ids]
     columns = Logprobs(sampled=numbers, rank=ids, top=1, token_id=ids, logprob=numbers)

@@ -443,7 +443,7 @@ PIN_ADAPTER = _route(
     bodies.PinAdapter,
     is_admin=True,
 )
-ADAPTERS = _route("GET", "/v1/lora_adapters", "LoRA adapters and where they are", bodies.LoadedAdapters, is_admin=True)
+ADAPTERS = _route("GET", "/v1/lora_adapters", "LoRA adapters and where they are", answers.LoadedAdapters, is_admin=True)
 LAST_REQUESTS = _route("GET", "/requests", "The last requests of this gateway", LastRequests, is_admin=True)
 START_PROFILE = _route(
     "POST",

@@ -21,8 +21,8 @@ from tokenloom.request.limits import AdmissionLimit
 
 from ..client_flow import ClientFlow, Headers, ResponseWriter, TurnShare
 from ..http_exchange import HttpExchange
-from ..request_body import RequestBody
-from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections, parser_behind
+from ..request_body import RequestBody, parser_behind
+from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
 
 log = logging.getLogger(__name__)
 

@@ -71,6 +71,8 @@ class RelayedTurns:
         self._open_next = open_next
         self._asked: asyncio.Task[bytes | None] | None = None
         self._reading: asyncio.Task[Any] | None = None
+        self._lost: CallError | None = None
+        """How the call has failed whose turns were all answered."""
         self._num_failed = 0
 
     async def answers(self) -> AsyncIterator[bytes]:
@@ -79,6 +81,9 @@ class RelayedTurns:
         while (message := await self._next_message()) is not None:
             sent: Sequence[bytes] | None = course.begin(message)
             self._num_failed = 0
+            if self._lost is not None:  # and with it what was said before
+                lost, self._lost = self._lost, None
+                sent = await self._after(lost)
             while sent is not None:
                 try:
                     async for each in self._turn(sent):
@@ -121,6 +126,7 @@ class RelayedTurns:
         # An earlier call of this one, delayed on its way, has taken the answer from the last one.
         is_taken = self._num_failed > 0 and isinstance(error, errors.Aborted)
         if not (was_cut(failed) or is_taken or error.reason == errors.GatewayLeaving.reason):
+            self._course.is_over = True  # by the mesh, which has nothing to cancel
             raise failed
         if (sent := self._course.again()) is None:
             raise failed
@@ -143,6 +149,7 @@ class RelayedTurns:
             except CallError as failed:
                 if not was_cut(failed):
                     raise
+                self._lost = failed
                 self._leave()
                 continue
             return None  # the gateway has ended the call, or has sent an answer without a question
@@ -151,6 +158,8 @@ class RelayedTurns:
 
     async def _last_words(self) -> AsyncIterator[bytes]:
         """Let the gateway end the call, after the client."""
+        if self._lost is not None:
+            return
         if self.call is None:
             self.call = await self._open_next(None)
         await self.call.done_writing()
@@ -168,7 +177,8 @@ class RelayedTurns:
         return self._reading
 
     async def _read(self) -> Any:
-        reading = self._begin_reading()
+        if (reading := self._reading) is None:
+            return await self.call.read()
         try:
             return await reading
         finally:
@@ -209,8 +219,8 @@ class SessionCourse(_OneTurn):
             self._before, self._old_id = self._continued(), self._position.request_id
         self._turn, self._position = inference_pb2.GenerateRequest.FromString(message), inference_pb2.TurnPosition()
         self.is_over = False
-        if self._turn.resumable or self._turn.HasField("continued_turn"):
-            self._is_own = False
+        self._is_own = self._is_own and not (self._turn.resumable or self._turn.HasField("continued_turn"))
+        if not self._is_own:
             return (message,)
         self._turn.resumable = True
         return (self._turn.SerializeToString(),)
@@ -286,6 +296,8 @@ class InferCourse(_KServeCourse):
     is_single = True
 
     def take(self, message: bytes) -> Iterator[bytes]:
+        if self.is_over:  # made once more, because its end was lost
+            return
         response = kserve_pb2.ModelInferResponse.FromString(message)
         self.is_over = True
         if self._is_own:

@@ -52,13 +52,13 @@ _REPEATED = frozenset(
 """Calls whose repetition has the effects of one: they are made again where a gateway is lost before it has answered.
 The messages of a sound come one by one; all others have one message."""
 _MOST_TRIES = 8
-"""Further calls at gateways that are lost; the pauses between them grow to 10 s, so that a gateway may start anew."""
+"""Further calls at gateways that are lost; the pauses between them grow, so that a gateway may start anew."""
 MOST_CALLS = 1024
 """Of all clients at the same time: so many a gateway allows on one connection, and a relay has one to each. Further
 calls would wait in this process, unseen; they end in RESOURCE_EXHAUSTED."""
 _MOST_KEPT_BYTES = 64 << 20
 """Of messages of all calls, which are kept to be sent again: many sounds, or few large ones."""
-_WAIT_SECONDS, _MOST_WAIT_SECONDS = 0.5, 10.0
+_WAIT_SECONDS = 0.5
 _LONGEST_SECONDS = 86_400.0
 """Stands for the deadline of a call without one; gateways have a limit of their own."""
 _NOT_PASSED = ("user-agent", "te", "content-type")
@@ -293,33 +293,41 @@ class GrpcRelay(grpc.GenericRpcHandler):
                     context.set_trailing_metadata(tuple(await call.trailing_metadata() or ()))
                     return
                 except CallError as failed:
+                    tries += 1
                     # A call with which no gateway was reached has had no effect.
                     may_repeat = sent.are_whole and not has_begun and (is_repeated or not has_reached)
-                    may_repeat = may_repeat and was_cut(failed) and tries < _MOST_TRIES
-                    if not may_repeat or not self._tries_another(gateway, failed):
+                    if not (may_repeat and was_cut(failed) and await self._found_another(gateway, failed, tries)):
                         await self._abort_as(context, failed)
                 finally:
                     call.cancel()
-                await asyncio.sleep(_WAIT_SECONDS * tries)
-                tries += 1
-                self._note_further()
 
     async def _converse(
         self, method: str, make: Callable[[], Course], requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
         """Answer a call turn by turn, over as many calls as it takes."""
-        metadata, course = _passed(context), make()
+        course = make()
+        metadata = (*_passed(context), *course.metadata)
+        gateway = self._gateways.current
+
+        async def open_next(after: tuple[CallError, int] | None) -> Any:
+            nonlocal gateway
+            if after is not None and not await self._found_another(gateway, *after):
+                raise after[0]
+            gateway = self._gateways.current
+            opened: Any = gateway.channel.stream_stream(method)
+            return opened(timeout=context.time_remaining(), metadata=metadata)
+
         self._cancellations.prepare()
         with self._counted():
-            metadata_of_call = (*metadata, *course.metadata)
-            talk = RelayedTurns(course, requests, partial(self._open_next, method, metadata_of_call, context))
+            talk = RelayedTurns(course, requests, open_next)
             try:
                 async for message in talk.answers():
                     if not talk.has_head:
                         talk.has_head = self._gateways.have_answered = True
                         await context.send_initial_metadata(tuple(await talk.call.initial_metadata() or ()))
                     yield message
-                context.set_trailing_metadata(tuple(await talk.call.trailing_metadata() or ()))
+                if talk.call is not None:
+                    context.set_trailing_metadata(tuple(await talk.call.trailing_metadata() or ()))
             except CallError as failed:
                 await self._abort_as(context, failed)
             except DecodeError:
@@ -327,21 +335,20 @@ class GrpcRelay(grpc.GenericRpcHandler):
             finally:
                 talk.close()
                 if (request := course.cancellation()) is not None:
-                    self._cancel(metadata, request)
+                    self._cancel(_passed(context), request)
 
-    async def _open_next(
-        self, method: str, metadata: Metadata, context: Any, after: "tuple[CallError, int] | None"
-    ) -> Any:
-        """Return a call at the gateway in use. ``after``: how the call before it failed, and how many failed in a row.
-        Raises that failure where no further call is to be made."""
-        if after is not None:
-            failed, tries = after
-            if tries > _MOST_TRIES or not self._tries_another(self._gateways.current, failed):
-                raise failed
-            await asyncio.sleep(min(_WAIT_SECONDS * (tries - 1), _MOST_WAIT_SECONDS))
-            self._note_further()
-        opened: Any = self._gateways.current.channel.stream_stream(method)
-        return opened(timeout=context.time_remaining(), metadata=metadata)
+    async def _found_another(self, gateway: _Gateway, failed: CallError, tries: int) -> bool:
+        """Leave the gateway of a call that was lost, and wait until the next call may be made. Return whether one is to
+        be made. ``tries``: how many failed in a row."""
+        if tries > _MOST_TRIES:
+            return False
+        try:
+            self._gateways.try_another(gateway, details_of(failed))
+        except errors.Unavailable:
+            return False
+        await asyncio.sleep(_WAIT_SECONDS * (tries - 1))
+        self._note_further()
+        return True
 
     def _note_further(self) -> None:
         """Count one more call in the place of one that was lost, and log it now and then."""
@@ -349,14 +356,6 @@ class GrpcRelay(grpc.GenericRpcHandler):
         if (now := time.monotonic()) - self._noted_at >= _NOTE_SECONDS:
             self._noted_at = now
             log.warning("a gateway was lost; answers continued and calls made again until now: %d", self.num_continued)
-
-    def _tries_another(self, gateway: _Gateway, failed: CallError) -> bool:
-        """Leave a gateway that is lost. Return whether there may be another one."""
-        try:
-            self._gateways.try_another(gateway, details_of(failed))
-        except errors.Unavailable:
-            return False
-        return True
 
     async def _abort(self, context: Any, error: errors.TokenloomError) -> None:
         """End a call with the status that a gateway gave."""

@@ -17,6 +17,8 @@ from tokenloom.services.relay.grpc_relay import GrpcRelay
 from tokenloom.services.runtime.host.listener import bind
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
+from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb2
+from tokenloom.v1.kserve import grpc_service_pb2_grpc as kserve_pb2_grpc
 
 LIMIT = 30.0
 
@@ -256,3 +258,96 @@ async def test_a_call_beyond_those_that_one_connection_carries_is_refused(
 async def _write(call: Any, num_mebibytes: int) -> None:
     for _ in range(num_mebibytes):
         await call.write(bytes(1 << 20))
+
+
+class SessionGateway(FakeGateway):
+    """Answers each turn by its text. ``holds``: the text of turns that are never answered to their end."""
+
+    def __init__(self, path: Path, *, holds: str = "") -> None:
+        super().__init__(FakeMesh(), path)
+        self.turns: list[tuple[str, bool]] = []
+        """The text of each turn, and whether it was one that goes on."""
+        self._holds = holds
+
+    async def GenerateSession(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        async for request in requests:
+            self.turns.append((request.text, request.HasField("continued_turn")))
+            request_id = f"{self.address} {len(self.turns)}"
+            await context.write(pb.GenerateResponse(request_id=request_id, text=request.text))
+            if request.text == self._holds:
+                await asyncio.Event().wait()
+            await context.write(pb.GenerateResponse(request_id=request_id, usage=pb.Usage(prompt_tokens=1)))
+
+
+async def _say(session: Any, text: str, **fields: Any) -> None:
+    await session.write(pb.GenerateRequest(text=text, **fields))
+    await _hear(session)
+
+
+async def _hear(session: Any) -> None:
+    while not (await session.read()).HasField("usage"):
+        pass
+
+
+async def test_turns_that_lose_a_gateway_together_go_on_at_the_next_one(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each leaves the one that it has lost, not the one to which the other has gone."""
+    monkeypatch.setattr(grpc_relay_module, "_WAIT_SECONDS", 0.0)
+    async with (
+        asyncio.timeout(LIMIT),
+        SessionGateway(socket_dir / "a", holds="a turn") as first,
+        SessionGateway(socket_dir / "b") as second,
+        relayed(socket_dir, first.address, second.address) as (stub, grpc_relay),
+    ):
+        sessions = [stub.GenerateSession() for _ in range(2)]
+        for session in sessions:
+            await session.write(pb.GenerateRequest(text="a turn"))
+            await session.read()
+        await first.cut()
+        await asyncio.gather(*map(_hear, sessions))
+        assert grpc_relay.num_continued == 2
+
+
+async def test_a_session_keeps_what_was_said_where_its_gateway_is_lost_between_turns(socket_dir: Path) -> None:
+    """Another call has found the next gateway meanwhile. A client that resumes by itself learns of the loss."""
+    async with (
+        asyncio.timeout(LIMIT),
+        SessionGateway(socket_dir / "a") as first,
+        SessionGateway(socket_dir / "b") as second,
+        relayed(socket_dir, first.address, second.address) as (stub, _),
+    ):
+        session, own = stub.GenerateSession(), stub.GenerateSession()
+        await _say(session, "one")
+        await _say(own, "its own", resumable=True)
+        await first.cut()
+        await _say(stub.GenerateSession(), "another")
+        second.turns.clear()
+        await _say(session, "two")
+        assert second.turns == [("one", True), ("two", False)]
+        with pytest.raises(grpc.aio.AioRpcError, match="The connection to the gateway was lost; retry"):
+            await _say(own, "more", resumable=True)
+        assert len(second.turns) == 2
+
+
+async def test_what_a_gateway_has_refused_is_not_cancelled_as_well(socket_dir: Path) -> None:
+    cancelled = []
+
+    class Gateway(FakeGateway, kserve_pb2_grpc.GRPCInferenceServiceServicer):
+        async def ModelInfer(self, request: Any, context: Any) -> None:  # type: ignore[override]
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "not now")
+
+        async def Cancel(self, request: pb.InferenceCancelRequest, context: Any) -> pb.InferenceCancelResponse:
+            cancelled.append(request)
+            return pb.InferenceCancelResponse()
+
+    gateway = Gateway(FakeMesh(), socket_dir / "a")
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(gateway, gateway._server)
+    async with asyncio.timeout(LIMIT), gateway, relayed(socket_dir, gateway.address) as (stub, _):
+        address = f"unix:{socket_dir}/relay"
+        async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
+            asked = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="not now"):
+                await asked.ModelInfer(kserve_pb2.ModelInferRequest())
+        await stub.Cancel(pb.InferenceCancelRequest(request_id="the last one"))
+        assert [request.request_id for request in cancelled] == ["the last one"]

@@ -1,26 +1,23 @@
 """Options of a relay."""
 
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.addresses import parse, parse_member
+from tokenloom.services.runtime.addresses import parse
 from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
-from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
-from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
-
-
-def _check_grpc(values: tuple[str, ...]) -> tuple[str, ...]:
-    try:
-        return tuple(map(parse_member, values))
-    except InvalidArgument as error:
-        raise ValueError(error.message) from None
+from tokenloom.services.runtime.host.service_settings import (
+    Count,
+    Descriptor,
+    OptionalAddress,
+    PublicSettings,
+    check_members,
+)
 
 
 def _check_http(values: tuple[str, ...]) -> tuple[str, ...]:
-    for value in _check_grpc(values):
+    for value in check_members(values):
         _check_port(value)
     return values
 
@@ -38,31 +35,30 @@ def _check_port(value: str) -> str:
     return value
 
 
-_Descriptor = Annotated[int, Meta(ge=3)]
 _Port = Annotated[str, Meta(extra={"check": _check_port})]
 _STREAMS = 1024
 """Calls of one connection of gRPC."""
 
 
-class RelaySettings(ServiceSettings, frozen=True, kw_only=True):
+class RelaySettings(PublicSettings, frozen=True, kw_only=True):
     """Where clients connect, and the gateways behind."""
 
     service: ClassVar[str] = "relay"
 
     grpc_listen: Annotated[OptionalAddress, "Where clients of gRPC connect: HOST:PORT or unix:/PATH; empty: none."] = ""
     grpc_listen_fd: Annotated[
-        _Descriptor | None,
+        Descriptor | None,
         "Descriptor of an inherited socket that listens on --grpc-listen and shares the port, as tokenloom serve opens "
         "it.",
     ] = None
     grpc_gateways: Annotated[
-        Annotated[tuple[str, ...], Meta(extra={"check": _check_grpc})],
+        Annotated[tuple[str, ...], Meta(extra={"check": check_members})],
         "Addresses of gateways for gRPC in plain text, separated by commas; dns:///name:port stands for every address "
         "that the name has.",
     ] = ()
     https_listen: Annotated[_Port, "Where clients of HTTPS connect: HOST:PORT; empty: none."] = ""
     https_listen_fd: Annotated[
-        _Descriptor | None,
+        Descriptor | None,
         "Descriptor of an inherited socket that listens on --https-listen. It keeps connections waiting while the "
         "relay restarts.",
     ] = None
@@ -70,8 +66,6 @@ class RelaySettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[tuple[str, ...], Meta(extra={"check": _check_http})],
         "HOST:PORT of gateways for HTTP in plain text, separated by commas.",
     ] = ()
-    public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTPS and gRPC, PEM."] = None
-    public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
     max_client_connections: Annotated[
         Count,
         "Connections of clients over HTTPS, and as many over gRPC; fewer if the limit of open descriptors is too low.",
@@ -82,16 +76,8 @@ class RelaySettings(ServiceSettings, frozen=True, kw_only=True):
         pairs = ((self.grpc_listen, self.grpc_gateways), (self.https_listen, self.http_gateways))
         if not any(listen for listen, _ in pairs) or any(bool(listen) != bool(gateways) for listen, gateways in pairs):
             raise ValueError("--grpc-listen needs --grpc-gateways, --https-listen needs --http-gateways; give one pair")
-        if (self.public_tls_cert is None) != (self.public_tls_key is None):
-            raise ValueError("--public-tls-cert and --public-tls-key belong together")
         if self.https_listen and self.public_tls_cert is None:
             raise ValueError("--https-listen needs --public-tls-cert and --public-tls-key")
-
-    @property
-    def public_certificate(self) -> CertificateFiles | None:
-        if self.public_tls_cert is None or self.public_tls_key is None:
-            return None
-        return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
 
     @property
     def most_connections(self) -> int:

@@ -6,12 +6,18 @@ from typing import Annotated, ClassVar, Final, Literal
 from msgspec import Meta
 
 from tokenloom.process.plugins import check_named, plugged
-from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import PARSERS
 from tokenloom.request.tool_format import TOOL_PARSERS
-from tokenloom.services.runtime.addresses import DNS, parse, parse_member
+from tokenloom.services.runtime.addresses import DNS, parse
 from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
-from tokenloom.services.runtime.host.service_settings import Address, Count, OptionalAddress, ServiceSettings
+from tokenloom.services.runtime.host.service_settings import (
+    Address,
+    Count,
+    Descriptor,
+    OptionalAddress,
+    PublicSettings,
+    check_members,
+)
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 
 from ..tenants.tenant import TenantLimits
@@ -35,10 +41,7 @@ DEFAULT_UNATTENDED_SECONDS: Final = 15.0
 def _check_members(values: tuple[str, ...]) -> tuple[str, ...]:
     if not values:
         raise ValueError("must hold at least one address")
-    try:
-        return tuple(map(parse_member, values))
-    except InvalidArgument as error:
-        raise ValueError(error.message) from None
+    return check_members(values)
 
 
 def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -54,19 +57,18 @@ NUM_EDGES = 2
 MAX_STREAMS = 1024
 """gRPC calls of one connection; clients keep further ones back."""
 
-_Descriptor = Annotated[int, Meta(ge=3)]
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
 
-class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
+class GatewaySettings(PublicSettings, frozen=True, kw_only=True):
     """The public edges: addresses, API keys, certificates, limits and parsers."""
 
     service: ClassVar[str] = "gateway"
 
     http_listen: Annotated[Address, "Address of the OpenAI API: host:port or unix:/path."] = "127.0.0.1:8000"
     http_listen_fd: Annotated[
-        _Descriptor | None,
+        Descriptor | None,
         "Descriptor of an inherited socket that listens on --http-listen. It keeps connections waiting while the "
         "gateway restarts.",
     ] = None
@@ -76,7 +78,7 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "empty: none. Needs --tls-ca, --tls-cert and --tls-key.",
     ] = ""
     listen_fd: Annotated[
-        _Descriptor | None,
+        Descriptor | None,
         "Descriptor of an inherited socket that listens on --listen and shares the port, as tokenloom serve opens it.",
     ] = None
     tokenizers: Annotated[
@@ -138,8 +140,6 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         tuple[str, ...],
         "Further host names under which a gateway without API keys may be called, separated by commas; *: all.",
     ] = ()
-    public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
-    public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
     page: Annotated[
         bool, "Serve a page for browsers at /: the mesh, a playground and the last ten minutes of traffic."
     ] = True
@@ -355,8 +355,6 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if self.meshes is not None and self.beside_engine:
             raise ValueError("--beside-engine cannot be combined with --meshes: an engine has one model")
-        if (self.public_tls_cert is None) != (self.public_tls_key is None):
-            raise ValueError("--public-tls-cert and --public-tls-key must be set together")
         if self.hold_connections is not None and self.public_tls_cert is not None:
             raise ValueError(
                 "--hold-connections cannot be combined with --public-tls-cert: only the process that has made an "
@@ -397,12 +395,6 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     def is_open(self) -> bool:
         """API keys keep strangers out, wherever TLS ends."""
         return self.insecure or bool(self.api_key) or self.api_key_file is not None
-
-    @property
-    def public_certificate(self) -> CertificateFiles | None:
-        if self.public_tls_cert is None or self.public_tls_key is None:
-            return None
-        return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
 
     @property
     def grpc_limits(self) -> GrpcLimits:

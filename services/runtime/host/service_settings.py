@@ -56,6 +56,15 @@ Address = Annotated[str, Meta(extra={"check": check_address})]
 OptionalAddress = Annotated[str, Meta(extra={"check": _check_optional_address})]
 """The same, or empty."""
 Count = Annotated[int, Meta(ge=1)]
+Descriptor = Annotated[int, Meta(ge=3)]
+
+
+def check_members(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return addresses, or names with several, in their one spelling, or raise ``ValueError``."""
+    try:
+        return tuple(map(addresses.parse_member, values))
+    except InvalidArgument as error:
+        raise ValueError(error.message) from None
 
 
 class ServiceSettings(Struct, frozen=True, kw_only=True):
@@ -201,6 +210,24 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
             return build(cls, values).for_machine(values)
         except OptionError as error:
             raise ValueError(f"{flag(error.name)}: {error.reason}") from None
+
+
+class PublicSettings(ServiceSettings, frozen=True, kw_only=True):
+    """The options of every service that faces clients."""
+
+    public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
+    public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.public_tls_cert is None) != (self.public_tls_key is None):
+            raise ValueError("--public-tls-cert and --public-tls-key must be set together")
+
+    @property
+    def public_certificate(self) -> CertificateFiles | None:
+        if self.public_tls_cert is None or self.public_tls_key is None:
+            return None
+        return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -180,8 +180,12 @@ def relay(
     http_gateways: Annotated[
         str, typer.Option(help="HOST:PORT of gateways for HTTP in plain text, separated by commas.")
     ] = "",
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate for clients.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
+    public_tls_cert: Annotated[
+        Path | None, typer.Option("--public-tls-cert", "--tls-cert", help="PEM file with the certificate for clients.")
+    ] = None,
+    public_tls_key: Annotated[
+        Path | None, typer.Option("--public-tls-key", "--tls-key", help="PEM file with its key.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let other machines reach --grpc-listen without a certificate.")
     ] = False,
@@ -201,8 +205,8 @@ def relay(
         "grpc_gateways": grpc_gateways,
         "https_listen": https_listen,
         "http_gateways": http_gateways,
-        "public_tls_cert": tls_cert,
-        "public_tls_key": tls_key,
+        "public_tls_cert": public_tls_cert,
+        "public_tls_key": public_tls_key,
         "insecure": insecure,
         "metrics_listen": metrics_listen,
         "health_listen": health_listen,
@@ -211,6 +215,6 @@ def relay(
     try:
         settings = RelaySettings.of(**{name: value for name, value in values.items() if value is not None})
     except ValueError as error:
-        raise typer.BadParameter(str(error).replace("--public-tls-", "--tls-")) from None
+        raise typer.BadParameter(str(error)) from None
     ready = "relaying to gateways; Ctrl-C ends it"
     raise typer.Exit(run(lambda: RelayService(settings, lambda: typer.echo(ready)), settings))

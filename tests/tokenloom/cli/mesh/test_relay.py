@@ -18,7 +18,7 @@ from tokenloom.cli.main import app
     [
         ([], 2, "--grpc-listen needs --grpc-gateways"),
         (["--grpc-listen", "127.0.0.1:0"], 2, "--grpc-listen needs --grpc-gateways"),
-        (["--https-listen", "127.0.0.1:0", "--http-gateways", "a:1"], 2, "--https-listen needs --tls-cert"),
+        (["--https-listen", "127.0.0.1:0", "--http-gateways", "a:1"], 2, "--https-listen needs --public-tls-cert"),
         (["--https-listen", "unix:/a", "--http-gateways", "a:1"], 2, "unix sockets are not held"),
         (["--grpc-listen", "nowhere", "--grpc-gateways", "a:1"], 2, "expected host:port or unix:/path"),
         (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", "nowhere"], 2, "not 'nowhere'"),

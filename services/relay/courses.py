@@ -13,6 +13,8 @@ import grpc.aio
 from tokenloom.client.answer_course import IDEMPOTENCY_KEY
 from tokenloom.client.async_calls import CallError, was_cut
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.limits import AdmissionLimit, Reservation
+from tokenloom.services.runtime.host import servicer_edge
 from tokenloom.v1 import inference_pb2, types_pb2
 from tokenloom.v1.inference_pb2 import InferenceCancelRequest
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb2
@@ -22,6 +24,14 @@ from tokenloom.v1.vllm import vllm_engine_pb2
 async def next_of(requests: AsyncIterator[bytes]) -> bytes | None:
     """Return the next message of a client; None: there is none."""
     return await anext(requests, None)
+
+
+def take_room(room: AdmissionLimit, message: bytes) -> Reservation:
+    """Take room for a message that is kept until it is answered. Raises ``ResourceExhausted``."""
+    if (taken := room.take(len(message))) is None:
+        state = f"the relay holds {room.taken} of {room.size} bytes of messages that are not answered"
+        raise errors.ResourceExhausted(f"{state}; retry", retry_after=1.0)
+    return taken
 
 
 class Course(Protocol):
@@ -63,12 +73,17 @@ class RelayedTurns:
         has_head: Whether the client has its initial metadata; set by the caller.
     """
 
-    def __init__(self, course: Course, requests: AsyncIterator[bytes], open_next: OpenNext) -> None:
+    def __init__(
+        self, course: Course, requests: AsyncIterator[bytes], open_next: OpenNext, room: AdmissionLimit
+    ) -> None:
+        """``room``: for the message that is answered and the one before it, from which a session goes on."""
         self.call: Any = None
         self.has_head = False
         self._course = course
         self._requests = requests
         self._open_next = open_next
+        self._room = room
+        self._kept, self._kept_before = room.empty(), room.empty()
         self._asked: asyncio.Task[bytes | None] | None = None
         self._reading: asyncio.Task[Any] | None = None
         self._lost: CallError | None = None
@@ -76,9 +91,13 @@ class RelayedTurns:
         self._num_failed = 0
 
     async def answers(self) -> AsyncIterator[bytes]:
-        """Yield what the client gets. Raises ``CallError``: how the call at a gateway has ended."""
+        """Yield what the client gets. Raises ``CallError``: how the call at a gateway has ended; and
+        ``ResourceExhausted`` and ``DeadlineExceeded`` for messages that are too large, or do not come."""
         course = self._course
         while (message := await self._next_message()) is not None:
+            taken = take_room(self._room, message)
+            self._kept_before.release()
+            self._kept_before, self._kept = self._kept, taken
             sent: Sequence[bytes] | None = course.begin(message)
             self._num_failed = 0
             if self._lost is not None:  # and with it what was said before
@@ -101,6 +120,8 @@ class RelayedTurns:
         if self._asked is not None:
             self._asked.cancel()
         self._leave()
+        self._kept_before.release()
+        self._kept.release()
 
     async def _turn(self, sent: Sequence[bytes]) -> AsyncIterator[bytes]:
         if self.call is None:
@@ -137,11 +158,16 @@ class RelayedTurns:
 
     async def _next_message(self) -> bytes | None:
         """Return the next message of the client; None: there is none. Raises ``CallError`` if the gateway has ended the
-        call meanwhile. One that is lost meanwhile is left: the next turn finds another."""
+        call meanwhile. One that is lost meanwhile is left: the next turn finds another. Raises ``DeadlineExceeded`` for
+        a client that is silent while there is no call at a gateway."""
         asked = self._asked = asyncio.create_task(next_of(self._requests), name="a next turn")
         while not asked.done():
             reading = None if self.call is None else self._begin_reading()
-            await asyncio.wait((asked,) if reading is None else (asked, reading), return_when=asyncio.FIRST_COMPLETED)
+            # A gateway bounds how long its client is silent.
+            limit = servicer_edge.MESSAGE_SECONDS if reading is None else None
+            waited = (asked,) if reading is None else (asked, reading)
+            if not (await asyncio.wait(waited, timeout=limit, return_when=asyncio.FIRST_COMPLETED))[0]:
+                raise servicer_edge.not_arrived()
             if asked.done() or reading is None:
                 continue
             try:

@@ -31,9 +31,12 @@ from tokenloom.client.async_calls import (
 from tokenloom.client.async_client import AsyncResponses
 from tokenloom.client.connection import Gateways, Metadata
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.limits import AdmissionLimit
+from tokenloom.services.runtime.host.servicer_edge import WATCH, Impatient, OutsideCalls, only_message
+from tokenloom.services.runtime.local_streams.server import damaged_request
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
-from .courses import COURSES, Course, RelayedTurns, next_of
+from .courses import COURSES, Course, RelayedTurns, next_of, take_room
 
 log = logging.getLogger(__name__)
 
@@ -57,29 +60,15 @@ MOST_CALLS = 1024
 """Of all clients at the same time: so many a gateway allows on one connection, and a relay has one to each. Further
 calls would wait in this process, unseen; they end in RESOURCE_EXHAUSTED."""
 _MOST_KEPT_BYTES = 64 << 20
-"""Of messages of all calls, which are kept to be sent again: many sounds, or few large ones."""
+"""Of messages of all calls, until they are answered. Those of sounds beyond it are passed on and not kept; other calls
+are refused. A gateway has the same limit by default."""
 _WAIT_SECONDS = 0.5
 _LONGEST_SECONDS = 86_400.0
 """Stands for the deadline of a call without one; gateways have a limit of their own."""
 _NOT_PASSED = ("user-agent", "te", "content-type")
 _NOTE_SECONDS = 10.0
-_DAMAGED = "The message cannot be decoded."
-
-
-class KeptBytes:
-    """Bounds the bytes of the messages that all calls keep."""
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-
-    def take(self, count: int) -> bool:
-        """Return whether there was so much left; if so, it is taken."""
-        is_there = count <= self._left
-        self._left -= count if is_there else 0
-        return is_there
-
-    def give_back(self, count: int) -> None:
-        self._left += count
+_ENDS = (CallError, errors.TokenloomError, DecodeError)
+"""What ends a client's call with a status."""
 
 
 class RepeatedMessages:
@@ -90,13 +79,13 @@ class RepeatedMessages:
         are_whole: Whether the first message, and all after it, are still there.
     """
 
-    def __init__(self, requests: AsyncIterator[bytes], room: KeptBytes) -> None:
+    def __init__(self, requests: AsyncIterator[bytes], room: AdmissionLimit) -> None:
         """``room``: without any left, messages are passed on and not kept."""
         self.are_whole = True
         self._requests = requests
         self._room = room
         self._kept: list[bytes] = []
-        self._num_taken = 0
+        self._taken = room.empty()
         self._may_keep = True
         self._next: asyncio.Task[bytes | None] | None = None
         self._reader = 0
@@ -113,14 +102,14 @@ class RepeatedMessages:
         """Keep none: the call is not made again."""
         self.are_whole = self.are_whole and not self._kept
         self._may_keep = False
-        self._room.give_back(self._num_taken)
-        self._num_taken = 0
+        self._taken.release()
         self._kept.clear()
 
     async def read_first(self) -> None:
         """Wait for the first message, if there is one. gRPC ends a call as INTERNAL whose gateway refuses it while its
-        first message is waited for."""
-        if (message := await next_of(self._requests)) is not None:
+        first message is waited for. Raises ``DeadlineExceeded`` and ``ResourceExhausted``."""
+        if (message := await anext(Impatient(self._requests), None)) is not None:
+            self._taken.absorb(take_room(self._room, message))
             self._kept.append(message)
 
     def from_the_first(self, most: int | None = None) -> AsyncIterator[bytes]:
@@ -146,8 +135,7 @@ class RepeatedMessages:
             count += 1
 
     def _keep(self, message: bytes) -> None:
-        if self._may_keep and self._room.take(len(message)):
-            self._num_taken += len(message)
+        if self._may_keep and self._room.grow(self._taken, len(message)):
             self._kept.append(message)
         else:
             self.forget()
@@ -183,7 +171,8 @@ class GrpcRelay(grpc.GenericRpcHandler):
         # Nothing that a gateway has answered is tried again: that is for the client to decide.
         self._retries = Retries(_MOST_TRIES, budget=1.0)
         self._cancellations = AsyncCancellations()
-        self._room = KeptBytes(_MOST_KEPT_BYTES)
+        self._room = AdmissionLimit(_MOST_KEPT_BYTES)
+        self._outside = OutsideCalls(MOST_CALLS)
         self.num_calls = self.num_open = self.num_continued = self.num_lost = 0
         self.num_request_bytes = self.num_response_bytes = 0
         self._noted_at = -_NOTE_SECONDS
@@ -231,15 +220,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
 
     async def _generate(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Answer over as many calls as it takes."""
-        first = await anext(requests, b"")
-        try:
-            request = inference_pb2.GenerateRequest.FromString(first)
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _DAMAGED)
-            return
-        metadata, left = _passed(context), context.time_remaining()
-        deadline = time.monotonic() + (_LONGEST_SECONDS if left is None else left)
-        calls: list[Call] = []
+        metadata, calls = _passed(context), list[Call]()
 
         def open_call(call: NextCall, seconds: float, gateway: _Gateway) -> Call:
             is_new = isinstance(call.request, inference_pb2.GenerateRequest)
@@ -249,20 +230,25 @@ class GrpcRelay(grpc.GenericRpcHandler):
             calls[:] = [method(call.request, timeout=seconds, metadata=(*metadata, *call.metadata))]
             return calls[0]
 
-        course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=False)
         self._cancellations.prepare()
-        responses = AsyncResponses(course, self._gateways, open_call, partial(self._cancel, metadata))
-        with self._counted():
+        with self._counted(), contextlib.ExitStack() as at_end:
             try:
+                first = await only_message(requests)
+                at_end.enter_context(take_room(self._room, first))
+                request = inference_pb2.GenerateRequest.FromString(first)
+                del first  # its bytes are not kept as well
+                left = context.time_remaining()
+                deadline = time.monotonic() + (_LONGEST_SECONDS if left is None else left)
+                course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=False)
+                responses = AsyncResponses(course, self._gateways, open_call, partial(self._cancel, metadata))
+                at_end.callback(responses.close)  # also where the client has left
                 async for response in responses:
                     if course.is_first:
                         await context.send_initial_metadata(tuple(await calls[0].initial_metadata() or ()))
                     yield response
                 context.set_trailing_metadata(tuple(await calls[0].trailing_metadata() or ()))
-            except errors.TokenloomError as error:
+            except _ENDS as error:
                 await self._abort(context, error)
-            finally:
-                responses.close()  # also where the client has left
 
     def _cancel(self, metadata: Metadata, request: inference_pb2.InferenceCancelRequest) -> None:
         cancel = self._gateways.current.stub.Cancel
@@ -273,33 +259,39 @@ class GrpcRelay(grpc.GenericRpcHandler):
         metadata, is_repeated = _passed(context), method in _REPEATED
         most = 1 if is_repeated and method != _TRANSCRIBE else None
         has_begun, has_reached, tries = False, False, 0
-        with self._counted(), RepeatedMessages(requests, self._room) as sent:
-            await sent.read_first()
-            while True:
-                gateway = self._gateways.current
-                opened: Any = gateway.channel.stream_stream(method)
-                call = opened(sent.from_the_first(most), timeout=context.time_remaining(), metadata=metadata)
-                try:
-                    await call.wait_for_connection()
-                    has_reached = True
-                    if not is_repeated:
-                        sent.forget()
-                    async for message in call:
-                        if not has_begun:
-                            has_begun = self._gateways.have_answered = True
+        with self._counted(), contextlib.ExitStack() as at_end:
+            try:
+                if method == WATCH:
+                    at_end.enter_context(self._outside.take_watch())
+                sent = at_end.enter_context(RepeatedMessages(requests, self._room))
+                await sent.read_first()
+                while True:
+                    gateway = self._gateways.current
+                    opened: Any = gateway.channel.stream_stream(method)
+                    call = opened(sent.from_the_first(most), timeout=context.time_remaining(), metadata=metadata)
+                    try:
+                        await call.wait_for_connection()
+                        has_reached = True
+                        if not is_repeated:
                             sent.forget()
-                            await context.send_initial_metadata(tuple(await call.initial_metadata() or ()))
-                        yield message
-                    context.set_trailing_metadata(tuple(await call.trailing_metadata() or ()))
-                    return
-                except CallError as failed:
-                    tries += 1
-                    # A call with which no gateway was reached has had no effect.
-                    may_repeat = sent.are_whole and not has_begun and (is_repeated or not has_reached)
-                    if not (may_repeat and was_cut(failed) and await self._found_another(gateway, failed, tries)):
-                        await self._abort_as(context, failed)
-                finally:
-                    call.cancel()
+                        async for message in call:
+                            if not has_begun:
+                                has_begun = self._gateways.have_answered = True
+                                sent.forget()
+                                await context.send_initial_metadata(tuple(await call.initial_metadata() or ()))
+                            yield message
+                        context.set_trailing_metadata(tuple(await call.trailing_metadata() or ()))
+                        return
+                    except CallError as failed:
+                        tries += 1
+                        # A call with which no gateway was reached has had no effect.
+                        may_repeat = sent.are_whole and not has_begun and (is_repeated or not has_reached)
+                        if not (may_repeat and was_cut(failed) and await self._found_another(gateway, failed, tries)):
+                            raise
+                    finally:
+                        call.cancel()
+            except _ENDS as error:
+                await self._abort(context, error)
 
     async def _converse(
         self, method: str, make: Callable[[], Course], requests: AsyncIterator[bytes], context: Any
@@ -319,7 +311,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
 
         self._cancellations.prepare()
         with self._counted():
-            talk = RelayedTurns(course, requests, open_next)
+            talk = RelayedTurns(course, requests, open_next, self._room)
             try:
                 async for message in talk.answers():
                     if not talk.has_head:
@@ -328,10 +320,8 @@ class GrpcRelay(grpc.GenericRpcHandler):
                     yield message
                 if talk.call is not None:
                     context.set_trailing_metadata(tuple(await talk.call.trailing_metadata() or ()))
-            except CallError as failed:
-                await self._abort_as(context, failed)
-            except DecodeError:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _DAMAGED)
+            except _ENDS as error:
+                await self._abort(context, error)
             finally:
                 talk.close()
                 if (request := course.cancellation()) is not None:
@@ -357,18 +347,16 @@ class GrpcRelay(grpc.GenericRpcHandler):
             self._noted_at = now
             log.warning("a gateway was lost; answers continued and calls made again until now: %d", self.num_continued)
 
-    async def _abort(self, context: Any, error: errors.TokenloomError) -> None:
-        """End a call with the status that a gateway gave."""
-        failed = error.__cause__
-        if isinstance(failed, CallError):
-            await self._abort_as(context, failed)
-        await wire_errors.abort(context, error)
-
-    async def _abort_as(self, context: Any, failed: CallError) -> None:
-        if was_cut(failed):  # its text has addresses of the mesh; clients that resume by themselves know it by its code
+    async def _abort(self, context: Any, error: Exception) -> None:
+        """End a call with the status that a gateway gave, or with an error of ours."""
+        failed = error if isinstance(error, CallError) else error.__cause__
+        if not isinstance(failed, CallError):
+            await wire_errors.abort(context, damaged_request() if isinstance(error, DecodeError) else error)
+        elif was_cut(failed):  # its text has addresses of the mesh; clients that resume by themselves know its code
             self.num_lost += 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "The connection to the gateway was lost; retry.")
-        await context.abort(failed.code(), details_of(failed), tuple(failed.trailing_metadata() or ()))
+        else:
+            await context.abort(failed.code(), details_of(failed), tuple(failed.trailing_metadata() or ()))
 
 
 def _passed(context: Any) -> Metadata:

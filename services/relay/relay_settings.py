@@ -86,5 +86,5 @@ class RelaySettings(PublicSettings, frozen=True, kw_only=True):
 
     @property
     def client_limits(self) -> GrpcLimits:
-        """The limits of clients of gRPC."""
-        return GrpcLimits(self.most_connections, streams=_STREAMS)
+        """The limits of clients of gRPC, who may be silent as long as at a gateway."""
+        return GrpcLimits(self.most_connections, streams=_STREAMS, is_patient=True)

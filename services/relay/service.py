@@ -11,7 +11,7 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.host.held_port import HeldPort, adopt
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.listener import SERVER_OPTIONS, bind
+from tokenloom.services.runtime.host.listener import bind, server_options
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter
 
 from .grpc_relay import MOST_CALLS, GrpcRelay
@@ -58,22 +58,21 @@ class RelayService:
         relay = GrpcRelay(settings.grpc_gateways)
         self._undo.push_async_callback(relay.close)
         observe_grpc(host.metrics, relay)
-        options = [*SERVER_OPTIONS, *settings.client_limits.options()]
-        options += [("grpc.max_receive_message_length", settings.max_message_bytes)]
+        options = server_options(settings.client_limits, settings.max_message_bytes)
         credentials = None if host.public_tls is None else host.public_tls.server_credentials()
         address = addresses.parse(settings.grpc_listen, field="grpc_listen")
         held = None
         if settings.grpc_listen_fd is not None:
             held = adopt(settings.grpc_listen_fd, address, field="grpc_listen_fd")
-            options = [*(each for each in options if each[0] != "grpc.so_reuseport"), ("grpc.so_reuseport", 1)]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_CALLS)
+            options["grpc.so_reuseport"] = 1
+        server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=MOST_CALLS)
         server.add_generic_rpc_handlers((relay,))
         bound = bind(server, str(address), credentials, insecure=settings.insecure, field="grpc_listen", remedy=_REMEDY)
         await server.start()
         self._grpc.append(server)
         self._undo.push_async_callback(server.stop, None)
         if held is not None:  # behind the server: from now on the kernel gives new connections to that
-            waiting = HeldPort(held, relay, options, MOST_CALLS, credentials)
+            waiting = HeldPort(held, relay, list(options.items()), MOST_CALLS, credentials)
             await waiting.open()
             self._grpc.append(waiting)
             self._undo.push_async_callback(waiting.close, 0)
@@ -83,7 +82,8 @@ class RelayService:
         settings = self._settings
         address = addresses.parse(settings.https_listen, field="https_listen")
         gateways = [addresses.parse(each) for each in settings.http_gateways]
-        context = None if host.public_tls is None else host.public_tls.server_context()
+        assert host.public_tls is not None, "--https-listen needs a certificate"
+        context = host.public_tls.server_context()
         self._http = relay = HttpRelay(
             [(each.host, each.port) for each in gateways], context, settings.most_connections
         )

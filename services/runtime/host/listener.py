@@ -18,6 +18,7 @@ from ..local_streams.socket_end import path_beside
 from ..peers.channels import KEEPALIVE_OPTIONS
 from ..peers.tls import MeshTLS, PublicTLS
 from .held_port import HeldPort, adopt
+from .limits import GrpcLimits
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge
 
@@ -30,6 +31,16 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # Without it our clients' pings end in GOAWAY too_many_pings, which kills every call.
     ("grpc.http2.min_ping_interval_without_data_ms", 300),
 ]
+
+
+def server_options(limits: GrpcLimits, max_message_bytes: int) -> dict[str, int]:
+    """Return the options of a server, each with one value: of two, gRPC would take the first."""
+    return {
+        **dict(SERVER_OPTIONS),
+        **dict(limits.options()),
+        "grpc.max_receive_message_length": max_message_bytes,
+    }
+
 
 HOLD_SECONDS = 0.2
 """How long calls do not end before clients are asked to leave: the time in which a client that was just answered has
@@ -45,11 +56,7 @@ class ServiceListener:
         self._settings = settings
         self._edge = edge
         self._calls = settings.grpc_limits.calls
-        options = {  # of two values, gRPC would take the first
-            **dict(SERVER_OPTIONS),
-            **dict(settings.grpc_limits.options()),
-            "grpc.max_receive_message_length": settings.max_message_bytes,
-        }
+        options = server_options(settings.grpc_limits, settings.max_message_bytes)
         self._options = list(options.items())
         # The supervisor holds the port with a socket of its own. The kernel gives connections to the second socket of
         # the group, this server's, and back to the supervisor's while there is none.

@@ -18,7 +18,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.request.limits import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit, Reservation
 
 from ..local_streams.server import ServerCall, damaged_request
 from ..telemetry.tracing import CURRENT, Tracer, pick_headers
@@ -336,22 +336,31 @@ class OutsideCalls:
 
     def _watching(self, behaviour: Any) -> Any:
         async def watch(request: object, context: object) -> object:
-            if (place := self._watches.take(1)) is None:
-                message = f"{self._watches.size} calls watch the health already; use Check"
-                raise errors.ResourceExhausted(message, retry_after=MESSAGE_SECONDS)
-            with place:
+            with self.take_watch():
                 return await behaviour(request, context)
 
         return watch
 
+    def take_watch(self) -> Reservation:
+        """Take the place of a call that watches the health. Raises ``ResourceExhausted``."""
+        if (place := self._watches.take(1)) is None:
+            message = f"{self._watches.size} calls watch the health already; use Check"
+            raise errors.ResourceExhausted(message, retry_after=MESSAGE_SECONDS)
+        return place
 
-class _Impatient:
+
+def not_arrived() -> errors.TokenloomError:
+    """Return the error of a call whose client sends nothing for :data:`MESSAGE_SECONDS`."""
+    return errors.DeadlineExceeded(f"no request arrived within {MESSAGE_SECONDS:g} s")
+
+
+class Impatient:
     """Ends a stream of requests that do not follow each other."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._requests = aiter(requests)
 
-    def __aiter__(self) -> "_Impatient":
+    def __aiter__(self) -> "Impatient":
         return self
 
     async def __anext__(self) -> Any:
@@ -359,11 +368,11 @@ class _Impatient:
             async with asyncio.timeout(MESSAGE_SECONDS):
                 return await anext(self._requests)
         except TimeoutError:
-            raise errors.DeadlineExceeded(f"no request arrived within {MESSAGE_SECONDS:g} s") from None
+            raise not_arrived() from None
 
 
 def _impatient(behaviour: Any) -> Any:
     async def call(requests: AsyncIterator[Any], context: object) -> object:
-        return await behaviour(_Impatient(requests), context)
+        return await behaviour(Impatient(requests), context)
 
     return call

@@ -14,6 +14,7 @@ from tests.tokenloom.client.fake_gateway import TEXT, FakeGateway, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.relay import grpc_relay as grpc_relay_module
 from tokenloom.services.relay.grpc_relay import GrpcRelay
+from tokenloom.services.runtime.host import servicer_edge
 from tokenloom.services.runtime.host.listener import bind
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
@@ -21,6 +22,14 @@ from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb2
 from tokenloom.v1.kserve import grpc_service_pb2_grpc as kserve_pb2_grpc
 
 LIMIT = 30.0
+GENERATE, SESSION = "/tokenloom.v1.Inference/Generate", "/tokenloom.v1.Inference/GenerateSession"
+INFER, VLLM = "/inference.GRPCInferenceService/ModelInfer", "/vllm.grpc.engine.VllmEngine/Generate"
+EMBED = "/tokenloom.v1.Inference/Embed"
+
+
+def channel_to(directory: Path) -> Any:
+    """Return a channel to the relay."""
+    return grpc.aio.insecure_channel(f"unix:{directory}/relay", [("grpc.default_authority", "localhost")])
 
 
 @asynccontextmanager
@@ -33,7 +42,7 @@ async def relayed(directory: Path, *gateways: str) -> AsyncIterator[tuple[Any, G
     bind(server, address, None, insecure=False)
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
+        async with channel_to(directory) as channel:
             yield inference_pb2_grpc.InferenceStub(channel), grpc_relay
     finally:
         await server.stop(None)
@@ -130,8 +139,7 @@ async def test_calls_come_through_as_they_are(socket_dir: Path) -> None:
         wrong = pb.GenerateRequest(text="a", sampling_params=types_pb2.SamplingParams(temperature=-1))
         assert await _failure(stub.Generate(wrong)) == await _failure(direct.Generate(wrong))
         assert await _failure(stub.Embed(pb.EmbedRequest())) == await _failure(direct.Embed(pb.EmbedRequest()))
-        address = f"unix:{socket_dir}/relay"
-        async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
+        async with channel_to(socket_dir) as channel:
             for _ in range(8):  # refused before its message has arrived
                 code, _, _ = await _failure(channel.unary_stream("/none.Such/Method")(b""))
                 assert code is grpc.StatusCode.UNIMPLEMENTED
@@ -225,12 +233,11 @@ async def test_a_client_that_goes_on_sending_where_one_message_is_asked_takes_no
             self.stopped.set()
             await asyncio.Event().wait()
 
-    address = f"unix:{socket_dir}/relay"
     async with (
         asyncio.timeout(LIMIT),
         Gateway(FakeMesh(), socket_dir / "a") as gateway,
         relayed(socket_dir, gateway.address),
-        grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel,
+        channel_to(socket_dir) as channel,
     ):
         call = channel.stream_stream("/tokenloom.v1.Inference/Embed")()
         await call.write(b"")
@@ -344,10 +351,71 @@ async def test_what_a_gateway_has_refused_is_not_cancelled_as_well(socket_dir: P
     gateway = Gateway(FakeMesh(), socket_dir / "a")
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(gateway, gateway._server)
     async with asyncio.timeout(LIMIT), gateway, relayed(socket_dir, gateway.address) as (stub, _):
-        address = f"unix:{socket_dir}/relay"
-        async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
+        async with channel_to(socket_dir) as channel:
             asked = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="not now"):
                 await asked.ModelInfer(kserve_pb2.ModelInferRequest())
         await stub.Cancel(pb.InferenceCancelRequest(request_id="the last one"))
         assert [request.request_id for request in cancelled] == ["the last one"]
+
+
+@pytest.mark.parametrize("method", [GENERATE, SESSION, INFER, VLLM, EMBED])
+async def test_a_client_that_says_nothing_does_not_keep_a_call(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A gateway, which would bound that, learns of the call with its first message."""
+    monkeypatch.setattr(servicer_edge, "MESSAGE_SECONDS", 0.01)
+    async with (
+        asyncio.timeout(LIMIT),
+        FakeGateway(FakeMesh(), socket_dir / "a") as gateway,
+        relayed(socket_dir, gateway.address),
+        channel_to(socket_dir) as channel,
+    ):
+        code, _, _ = await _failure(channel.stream_stream(method)())
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("method", [GENERATE, SESSION, INFER, VLLM, EMBED])
+async def test_messages_that_are_not_answered_are_bounded(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(grpc_relay_module, "_MOST_KEPT_BYTES", 64)
+    request = pb.GenerateRequest(text="a" * 40).SerializeToString()
+    async with (
+        asyncio.timeout(LIMIT),
+        FakeGateway(FakeMesh(), socket_dir / "a", stops_at=1) as gateway,
+        relayed(socket_dir, gateway.address) as (stub, grpc_relay),
+        channel_to(socket_dir) as channel,
+    ):
+        first = stub.Generate(pb.GenerateRequest(text="a" * 40))
+        await first.read()
+        call = channel.stream_stream(method)()
+        await call.write(request)
+        code, details, _ = await _failure(call)
+        assert (code, "retry" in details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        first.cancel()
+        while grpc_relay.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert not grpc_relay._room.taken
+
+
+async def test_calls_that_watch_the_health_leave_room_for_others(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_relay_module, "MOST_CALLS", 4)
+    begun = asyncio.Event()
+
+    async def watch(request: bytes, context: Any) -> None:
+        await context.write(b"")
+        begun.set()
+        await asyncio.Event().wait()
+
+    handlers: dict[str, Any] = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
+    gateway = FakeGateway(FakeMesh(), socket_dir / "a")
+    gateway._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers)])
+    async with asyncio.timeout(LIMIT), gateway, relayed(socket_dir, gateway.address), channel_to(socket_dir) as channel:
+        first = channel.unary_stream(servicer_edge.WATCH)(b"")
+        await begun.wait()
+        code, details, _ = await _failure(channel.unary_stream(servicer_edge.WATCH)(b""))
+        assert (code, details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1 calls watch the health already; use Check")
+        first.cancel()

@@ -11,6 +11,7 @@ from tests.services.relay.running_relay import count, running_relay
 from tests.tokenloom.client.fake_gateway import TEXT, FakeGateway, FakeMesh
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.relay.relay_settings import RelaySettings
+from tokenloom.services.runtime.host.listener import server_options
 from tokenloom.supervisor.part import is_serving
 from tokenloom.supervisor.ports import hold_grpc
 from tokenloom.v1 import inference_pb2 as pb
@@ -102,3 +103,10 @@ async def test_other_machines_do_not_reach_it_in_plain_text(socket_dir: Path) ->
 def test_settings_that_cannot_be_meant_are_refused(values: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RelaySettings.of(**values)
+
+
+def test_clients_may_be_silent_as_long_as_at_a_gateway() -> None:
+    settings = RelaySettings.of(grpc_listen="127.0.0.1:1", grpc_gateways=("a:1",))
+    options = server_options(settings.client_limits, settings.max_message_bytes)
+    assert options["grpc.http2.ping_timeout_ms"] > 10_000
+    assert options["grpc.keepalive_timeout_ms"] > 10_000

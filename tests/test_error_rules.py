@@ -29,6 +29,7 @@ KEPT = {
     "gateway/responses/responses_endpoint.py:_read": "called by a request's handler; no task",
     "gateway/responses/mcp_servers.py:list_tools": "its caller is the edge of one response",
     "relay/http_relay.py:_connect": "opens a connection: OSError, which a time-out is too, and names that are none",
+    "relay/http_relay.py:_welcome": "completes a handshake, which raises OSError only",
     "runtime/helper_process.py:run": "its caller is the edge of one call",
     "runtime/helper_process.py:start": "the service starts, or ends with the error",
     "tokenizer/renderer.py:start": "the service starts, or ends with the error",

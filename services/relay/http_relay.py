@@ -2,11 +2,16 @@
 one is that of a client to its gateway, which holds it (``--hold-connections``)."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
+
+from tokenloom.services.runtime.host.held_port import End
+from tokenloom.services.runtime.host.limits import HANDSHAKE_SECONDS
+from tokenloom.services.runtime.peers.tls import AcceptedSocket
 
 log = logging.getLogger(__name__)
 
@@ -14,63 +19,30 @@ _CONNECT_SECONDS = 30.0
 """For so long a client of HTTP waits until a gateway accepts its connection: for as long as connections are held."""
 _TRY_SECONDS = 5.0
 """Limit on one attempt to connect: a machine that is gone refuses nothing, and the next gateway would not be tried."""
-_HANDSHAKE_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
 _QUIET_SECONDS = 1.0
 """A connection of HTTP whose gateway has sent nothing for so long has no answer that is being written."""
 _BACKLOG = 4096
 
 
-class _End(asyncio.Protocol):
-    """One of two connections, each of which gets the bytes that the other one reads.
+class _Counted(End):
+    """One whose bytes are counted.
 
     Attributes:
-        other: The other one; None: it is not made yet, or has ended.
         read_at: When the last bytes were read, in the event loop's time; 0: none were.
-        num_bytes: How many were read.
     """
 
-    def __init__(self) -> None:
-        self.other: _End | None = None
-        self.transport: asyncio.Transport | None = None
+    def __init__(self, num_bytes: list[int], side: int) -> None:
+        super().__init__()
         self.read_at = 0.0
-        self.num_bytes = 0
-        self.early = b""
-        """What was read before there was another one: uvloop reads once although ``connection_made`` has paused it."""
+        self._num_bytes = num_bytes
+        self._side = side
         self._time = asyncio.get_running_loop().time
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.read_at = self._time()
-        self.num_bytes += len(data)
-        if self.other is None:
-            self.early += data
-        elif self.other.transport is not None:
-            self.other.transport.write(data)
-
-    def pause_writing(self) -> None:
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.resume_reading()
-
-    def eof_received(self) -> bool:
-        ends = self.transport, None if self.other is None else self.other.transport
-        if not all(each is not None and each.can_write_eof() for each in ends):  # TLS ends in both directions at once
-            return False
-        cast(asyncio.Transport, ends[1]).write_eof()
-        return True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        other, self.other = self.other, None
-        if other is not None:
-            other.other = None
-            if other.transport is not None:
-                other.transport.close()  # once what was written has left
+        self._num_bytes[self._side] += len(data)
+        super().data_received(data)
 
 
 class HttpRelay:
@@ -79,45 +51,34 @@ class HttpRelay:
     Attributes:
         num_accepted: Connections of clients so far.
         num_broken: Those that a gateway has reset, or ended while its client waited for the first byte of an answer.
+        num_bytes: From clients and from gateways so far, without encryption.
     """
 
     def __init__(
-        self, addresses: Sequence[tuple[str, int]], context: ssl.SSLContext | None, max_connections: int = 4096
+        self, addresses: Sequence[tuple[str, int]], context: ssl.SSLContext, max_connections: int = 4096
     ) -> None:
-        """``addresses``: host and port of gateways, at least one. ``context``: None: the clients send plain text.
-        ``max_connections``: of clients; further ones are closed."""
+        """``addresses``: host and port of gateways, at least one. ``max_connections``: of clients. A further one takes
+        the place of the one that is in its handshake for the longest time; it is closed if none is."""
         self._addresses = list(addresses)
         self._context = context
         self._max_connections = max_connections
         self._turn = 0
-        self._tasks: set[asyncio.Task[None]] = set()  # one for each connection that waits for a gateway
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each connection until it has one to a gateway
+        self._opening: dict[socket.socket, None] = {}  # those in their handshakes, the oldest first
         self._clients: set[_ClientEnd] = set()
         self.num_accepted = self.num_broken = 0
-        self._ended_bytes = [0, 0]
+        self.num_bytes = [0, 0]
 
     @property
     def num_connections(self) -> int:
-        """Those of clients that are open."""
+        """Those of clients that are open, after their handshakes."""
         return len(self._clients)
-
-    @property
-    def num_bytes(self) -> tuple[int, int]:
-        """Bytes from clients and from gateways so far, without encryption."""
-        live = [client.counts() for client in tuple(self._clients)]
-        from_clients, from_gateways = zip(self._ended_bytes, *live, strict=True)
-        return sum(from_clients), sum(from_gateways)
 
     async def serve(self, host: str, port: int, held: socket.socket | None = None) -> asyncio.Server:
         """Return a server that has begun to serve. ``held``: a socket that listens there already; None: it is opened.
         Raises ``OSError``."""
-        limit = None if self._context is None else _HANDSHAKE_SECONDS
         place = {"host": host, "port": port, "backlog": _BACKLOG} if held is None else {"sock": held}
-        return await asyncio.get_running_loop().create_server(
-            lambda: _ClientEnd(self._begin, self._end),
-            **place,
-            ssl=self._context,
-            ssl_handshake_timeout=limit,
-        )
+        return await asyncio.get_running_loop().create_server(lambda: AcceptedSocket(self._accept), **place)
 
     async def drain(self, seconds: float) -> None:
         """Return once no client waits for a part of an answer, as far as can be seen of bytes, or after some seconds.
@@ -130,26 +91,48 @@ class HttpRelay:
 
     def close(self) -> None:
         """End every connection."""
+        for accepted in tuple(self._opening):
+            _end(accepted)
         for task in self._tasks:
             task.cancel()
         for client in tuple(self._clients):
             if client.transport is not None:
                 client.transport.abort()
 
-    def _begin(self, client: "_ClientEnd") -> None:
-        self.num_accepted += 1
-        self._clients.add(client)
-        if len(self._clients) > self._max_connections:
-            cast(asyncio.Transport, client.transport).abort()
-            return
-        task = asyncio.get_running_loop().create_task(self._connect(client), name="connect to a gateway")
+    def _accept(self, accepted: socket.socket) -> None:
+        # Counted from here on: clients that never begin a handshake could take every descriptor.
+        if len(self._opening) + len(self._clients) >= self._max_connections:
+            if not self._opening:
+                accepted.close()
+                return
+            oldest = next(iter(self._opening))
+            del self._opening[oldest]
+            _end(oldest)
+        self._opening[accepted] = None
+        task = asyncio.get_running_loop().create_task(self._welcome(accepted), name="a client of HTTPS")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _welcome(self, accepted: socket.socket) -> None:
+        """Complete a handshake, and connect the client to a gateway."""
+        client = _ClientEnd(self.num_bytes, self._begin, self._end)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: client, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            )
+        except OSError:  # a wrong or late handshake
+            _end(accepted)
+            return
+        finally:
+            self._opening.pop(accepted, None)
+        await self._connect(client)
+
+    def _begin(self, client: "_ClientEnd") -> None:
+        self.num_accepted += 1
+        self._clients.add(client)
+
     def _end(self, client: "_ClientEnd") -> None:
         self._clients.discard(client)
-        for at, count in enumerate(client.counts()):
-            self._ended_bytes[at] += count
         self.num_broken += client.is_broken
 
     async def _connect(self, client: "_ClientEnd") -> None:
@@ -161,7 +144,7 @@ class HttpRelay:
                 return
             try:
                 async with asyncio.timeout(_TRY_SECONDS):
-                    _, gateway = await loop.create_connection(lambda: _GatewayEnd(client), *address)
+                    _, gateway = await loop.create_connection(lambda: _GatewayEnd(self.num_bytes, client), *address)
             except (OSError, UnicodeError) as error:  # the latter from a name that is none
                 if loop.time() > until:
                     log.warning("cannot connect to a gateway: %s", error)
@@ -170,7 +153,7 @@ class HttpRelay:
                     return
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
-            client.use(gateway)
+            client.join(gateway)
             return
 
     def _turns(self) -> Iterator[tuple[str, int]]:
@@ -180,15 +163,25 @@ class HttpRelay:
             yield self._addresses[self._turn % len(self._addresses)]
 
 
-class _ClientEnd(_End):
+def _end(accepted: socket.socket) -> None:
+    """End a connection in its handshake. A transport owns its socket, and closes it when it reads the end."""
+    with contextlib.suppress(OSError):
+        accepted.shutdown(socket.SHUT_RDWR)
+
+
+class _ClientEnd(_Counted):
     """The connection of a client, which is read once there is one to a gateway."""
 
-    def __init__(self, begin: Callable[["_ClientEnd"], object], end: Callable[["_ClientEnd"], object]) -> None:
-        """``begin``, ``end``: called when the client has connected, and when its connection has ended."""
-        super().__init__()
+    def __init__(
+        self,
+        num_bytes: list[int],
+        begin: Callable[["_ClientEnd"], object],
+        end: Callable[["_ClientEnd"], object],
+    ) -> None:
+        """``begin``, ``end``: called after its handshake, and when its connection has ended."""
+        super().__init__(num_bytes, 0)
         self._begin = begin
         self._end = end
-        self.gateway: _GatewayEnd | None = None
         self.is_broken = False
         """Whether a gateway has reset the connection, or ended it before an answer."""
 
@@ -197,46 +190,27 @@ class _ClientEnd(_End):
         cast(asyncio.Transport, transport).pause_reading()
         self._begin(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         self._end(self)
-        super().connection_lost(exc)
-
-    def use(self, gateway: "_GatewayEnd") -> None:
-        """Pass on what the client sends from now on, and what has arrived already."""
-        assert self.transport is not None
-        assert gateway.transport is not None
-        self.gateway = gateway
-        if self.transport.is_closing() or gateway.transport.is_closing():  # one has left meanwhile
-            gateway.transport.close()
-            self.transport.close()
-            return
-        self.other = gateway
-        early, self.early = self.early, b""
-        if early:
-            gateway.transport.write(early)
-        self.transport.resume_reading()
-
-    def counts(self) -> tuple[int, int]:
-        """Return the bytes from the client and from its gateway."""
-        return self.num_bytes, 0 if self.gateway is None else self.gateway.num_bytes
+        super().connection_lost(error)
 
     def is_quiet(self, now: float) -> bool:
         """Return whether the client has, as far as can be seen, all that it has asked for. ``now``: of the event
         loop."""
         if self.transport is None or self.transport.get_write_buffer_size():
             return False
-        heard_at = 0.0 if self.other is None else self.other.read_at
+        heard_at = self.other.read_at if isinstance(self.other, _GatewayEnd) else 0.0
         return self.read_at <= heard_at and now - heard_at > _QUIET_SECONDS
 
 
-class _GatewayEnd(_End):
+class _GatewayEnd(_Counted):
     """The connection to a gateway of one client."""
 
-    def __init__(self, client: _ClientEnd) -> None:
-        super().__init__()
+    def __init__(self, num_bytes: list[int], client: _ClientEnd) -> None:
+        super().__init__(num_bytes, 1)
         self.other = self._client = client
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         if self.other is not None:  # the client has not left before
-            self._client.is_broken = exc is not None or self._client.read_at > self.read_at
-        super().connection_lost(exc)
+            self._client.is_broken = error is not None or self._client.read_at > self.read_at
+        super().connection_lost(error)

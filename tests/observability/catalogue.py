@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -98,7 +99,7 @@ async def relay_page() -> str:
         host.certificates.show(certificate, lambda: 0.0)
     relay = GrpcRelay(["127.0.0.1:1"])
     observe_grpc(host.metrics, relay)
-    observe_http(host.metrics, HttpRelay([("127.0.0.1", 1)], None))
+    observe_http(host.metrics, HttpRelay([("127.0.0.1", 1)], ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)))
     await relay.close()
     return generate_latest(host.metrics).decode()
 

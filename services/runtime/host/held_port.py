@@ -7,7 +7,6 @@ handlers, which asks each client soon afterwards to connect anew (GOAWAY). Its c
 """
 
 import asyncio
-import contextlib
 import fcntl
 import logging
 import os
@@ -89,7 +88,7 @@ class HeldPort:
         # checks.
         self._name = f"tokenloom-{secrets.token_hex(16)}"
         self._accepting: asyncio.AbstractServer | None = None
-        self._relays: set[_End] = set()
+        self._relays: set[_Relayed] = set()
 
     async def open(self) -> None:
         """Accept the connections that wait, and those that still come."""
@@ -117,55 +116,90 @@ class HeldPort:
             end.abort()
         self._held.close()
 
-    def _relay(self) -> "_End":
+    def _relay(self) -> "_Relayed":
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         inner.setblocking(False)
         return _Outer(inner, f"\0{self._name}", self._relays)
 
 
-class _End(asyncio.Protocol):
-    """Holds one end of a relayed connection: passes bytes to the other end, and pauses it while that does not read."""
+class End(asyncio.Protocol):
+    """Holds one of two connections, each of which gets the bytes that the other one reads, and pauses the other one
+    while it cannot take them.
 
-    def __init__(self, relays: "set[_End]") -> None:
-        self.other: _End | None = None
+    Attributes:
+        other: The other one; None: it is not joined yet, or has ended.
+    """
+
+    def __init__(self) -> None:
+        self.other: End | None = None
+        self.transport: asyncio.Transport | None = None
         self._early = b""
-        self._transport: asyncio.Transport | None = None
-        self._relays = relays
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._relays.add(self)
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.other is not None and self.other._transport is not None:
-            self.other._transport.write(data)
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.write(data)
         else:  # uvloop reads once even if reading was paused in `connection_made`
             self._early += data
 
     def pause_writing(self) -> None:
-        if self.other is not None and self.other._transport is not None:
-            self.other._transport.pause_reading()
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self.other is not None and self.other._transport is not None:
-            self.other._transport.resume_reading()
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        other, self.other = self.other, None
+        if other is not None:
+            other.other = None
+            if other.transport is not None:
+                other.transport.close()  # once what was written has left
+
+    def join(self, other: "End") -> None:
+        """Read, and pass on what is read and what has arrived already. ``other``: of which this one is the other one.
+        Both are closed if one has left meanwhile."""
+        assert self.transport is not None
+        assert other.transport is not None
+        if self.transport.is_closing() or other.transport.is_closing():
+            other.transport.close()
+            self.transport.close()
+            return
+        self.other = other
+        early, self._early = self._early, b""
+        if early:
+            other.transport.write(early)
+        self.transport.resume_reading()
+
+
+class _Relayed(End):
+    """One that is ended with the held port."""
+
+    def __init__(self, relays: "set[_Relayed]") -> None:
+        super().__init__()
+        self._relays = relays
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._relays.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._relays.discard(self)
-        self._transport = None
-        if self.other is not None and self.other._transport is not None:
-            self.other._transport.close()
+        super().connection_lost(error)
 
     def abort(self) -> None:
         """Close without waiting for a client that does not read."""
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
 
-class _Outer(_End):
+class _Outer(_Relayed):
     """The client's end: reads nothing until the other end is connected."""
 
-    def __init__(self, inner: socket.socket, name: str, relays: "set[_End]") -> None:
+    def __init__(self, inner: socket.socket, name: str, relays: "set[_Relayed]") -> None:
         super().__init__(relays)
         self._inner = inner
         self._name = name
@@ -184,16 +218,7 @@ class _Outer(_End):
             self._inner.close()
             self.abort()
             return
-        other = _End(self._relays)
-        self.other, other.other = other, self
+        other = _Relayed(self._relays)
+        other.other = self
         await asyncio.get_running_loop().create_unix_connection(lambda: other, sock=self._inner)
-        # The client may have gone while the inner connection was made; its end would never be closed by a lost client
-        # again.
-        if self._transport is None:
-            other.abort()
-            return
-        if self._early:
-            self.data_received(self._early)
-            self._early = b""
-        with contextlib.suppress(RuntimeError):  # the transport is closing
-            self._transport.resume_reading()
+        self.join(other)  # the client may have gone meanwhile

@@ -29,6 +29,16 @@ def take_socket(transport: asyncio.BaseTransport) -> socket.socket:
     return taken
 
 
+class AcceptedSocket(asyncio.Protocol):
+    """Hands on the socket of a connection before anything is read from it."""
+
+    def __init__(self, accept: Callable[[socket.socket], None]) -> None:
+        self._accept = accept
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._accept(take_socket(transport))
+
+
 class MeshTLS:
     """Makes a service's credentials, for both directions, from its certificate."""
 

@@ -17,7 +17,7 @@ from tokenloom.request.errors import Unavailable
 
 from .. import addresses
 from ..addresses import Address
-from ..peers.tls import MeshTLS, take_socket
+from ..peers.tls import AcceptedSocket, MeshTLS
 from .logs import RareLine
 
 OPENMETRICS = "application/openmetrics-text"
@@ -102,7 +102,7 @@ class MetricsServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await self._loop.create_server(lambda: _Accepted(self._accept), sock=self._socket)
+        server = await self._loop.create_server(lambda: AcceptedSocket(self._accept), sock=self._socket)
         await self._stopping.wait()
         server.close()  # the runner cancels what is open
 
@@ -163,16 +163,6 @@ class MetricsServer:
     def _log(self, error: BaseException | None) -> None:
         if self._failures.add():
             log.warning("/metrics: %s", error, exc_info=error)
-
-
-class _Accepted(asyncio.Protocol):
-    """Hands on the socket of a connection before anything is read from it."""
-
-    def __init__(self, accept: Callable[[socket.socket], None]) -> None:
-        self._accept = accept
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._accept(take_socket(transport))
 
 
 def _field(line: str) -> tuple[str, str]:

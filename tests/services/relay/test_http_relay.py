@@ -25,6 +25,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def trusting(certificates: Path) -> ssl.SSLContext:
+    """Return what a client knows."""
+    theirs = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
+    theirs.check_hostname = False
+    return theirs
+
+
 @asynccontextmanager
 async def https(
     certificates: Path, *ports: int, max_connections: int = 8
@@ -32,12 +39,10 @@ async def https(
     """A connection through a relay to one of several ports of this machine, of which the second one is tried first."""
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(certificates / "gateway.crt", certificates / "gateway.key")
-    theirs = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
-    theirs.check_hostname = False
     http_relay = HttpRelay([("127.0.0.1", port) for port in ports], ours, max_connections)
     server = await http_relay.serve("127.0.0.1", 0)
     address = server.sockets[0].getsockname()
-    reader, writer = await asyncio.open_connection(*address, ssl=theirs, server_hostname="")
+    reader, writer = await asyncio.open_connection(*address, ssl=trusting(certificates), server_hostname="")
     try:
         yield reader, writer, http_relay
     finally:
@@ -150,10 +155,11 @@ async def test_connections_beyond_the_limit_are_closed(certificates: Path) -> No
     async with (
         asyncio.timeout(LIMIT),
         behind(echo) as port,
-        https(certificates, port, max_connections=0) as (reader, _, _),
+        https(certificates, port, max_connections=1) as (_, writer, _),
     ):
-        with contextlib.suppress(ConnectionError):
-            assert not await reader.read()
+        address = writer.get_extra_info("peername")
+        with pytest.raises(OSError, match=r".*"):
+            await asyncio.open_connection(*address, ssl=trusting(certificates), server_hostname="")
 
 
 async def test_a_gateway_whose_machine_is_gone_does_not_hide_the_next_one(
@@ -172,3 +178,27 @@ async def test_a_gateway_whose_machine_is_gone_does_not_hide_the_next_one(
         ):
             writer.write(b"a word")
             assert await reader.readexactly(6) == b"a word"
+
+
+async def test_connections_that_never_become_encrypted_make_room_for_others(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that begin no handshake could take every descriptor."""
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 10 * LIMIT)
+    async with (
+        asyncio.timeout(LIMIT),
+        behind(echo) as port,
+        https(certificates, port, max_connections=3) as (reader, writer, http_relay),
+    ):
+        address = writer.get_extra_info("peername")
+        silent = [await asyncio.open_connection(*address) for _ in range(4)]
+        for early, _ in silent[:2]:
+            with contextlib.suppress(ConnectionError):
+                assert not await early.read()
+        another = await asyncio.open_connection(*address, ssl=trusting(certificates), server_hostname="")
+        for each_reader, each_writer in ((reader, writer), another):
+            each_writer.write(b"a word")
+            assert await each_reader.readexactly(6) == b"a word"
+        assert http_relay.num_connections == 2
+        for _, each_writer in (*silent, another):
+            each_writer.close()

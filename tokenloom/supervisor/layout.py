@@ -19,7 +19,7 @@ from msgspec import Meta, Struct, field, json, structs
 from tokenloom.services.runtime.addresses import STREAMS_SUFFIX, Address
 
 from .part_spec import PartSpec
-from .ports import GRPC_OFFSET, GatewayPorts, held_relay_ports
+from .ports import GRPC_OFFSET, GatewayPorts, held_ports, reserved_ports
 from .state_dir import CONTROL_SOCKET
 
 
@@ -259,7 +259,7 @@ def relay_ports(
     if grpc is None:
         grpc = options.relay_port and options.relay_port + GRPC_OFFSET
     https = options.relay_port if options.has_public_relays else None
-    return held_relay_ports(options.host, options.relays, https, grpc, is_check=is_check)
+    return (reserved_ports if is_check else held_ports)(options.host, options.relays, https, grpc)
 
 
 def engines_of(options: MeshOptions, directory: Path, count: int) -> list[PartSpec]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from tokenloom.services.runtime.addresses import Address
 
-__all__ = ["GRPC_OFFSET", "GatewayPorts", "PortTaken", "held_ports", "held_relay_ports", "reserved_ports"]
+__all__ = ["GRPC_OFFSET", "GatewayPorts", "PortTaken", "held_ports", "reserved_ports"]
 
 _Open = Callable[[str, int], socket.socket]
 
@@ -26,9 +26,10 @@ GRPC_OFFSET = 1000
 
 @dataclass(frozen=True)
 class GatewayPorts:
-    """The ports of one gateway, and the descriptors of the sockets that listen on them for it."""
+    """The ports of one gateway, or relay, and the descriptors of the sockets that listen on them for it."""
 
     http: int
+    """0: a relay that clients of gRPC alone connect to."""
     grpc: int
     http_descriptor: int | None = field(default=None, compare=False)
     """None: the gateway opens the port itself."""
@@ -37,67 +38,49 @@ class GatewayPorts:
 
 
 @contextlib.contextmanager
-def reserved_ports(host: str, gateways: int, http: int, grpc: int | None) -> Iterator[list[GatewayPorts]]:
-    """Reserve consecutive ports from the given ones, or free ports for 0, until the context ends.
+def reserved_ports(host: str, gateways: int, http: int | None, grpc: int | None) -> Iterator[list[GatewayPorts]]:
+    """Reserve consecutive ports from the given ones, or free ports for 0, until the context ends. The same for relays.
 
-    The ports are free for the servers that they are meant for, and only for these.
+    The ports are free for the servers that they are meant for, and only for these. ``http``: None: they have none.
     Raises ``PortTaken`` for a given port that another server listens on.
     """
-    with _opened(reserve, reserve, host, gateways, http, grpc) as pairs:
-        yield [GatewayPorts(_port(h), _port(g)) for h, g in pairs]
+    with _opened(reserve, reserve, host, gateways, http, grpc) as ports:
+        yield ports
 
 
 @contextlib.contextmanager
-def held_ports(host: str, gateways: int, http: int, grpc: int | None) -> Iterator[list[GatewayPorts]]:
+def held_ports(host: str, gateways: int, http: int | None, grpc: int | None) -> Iterator[list[GatewayPorts]]:
     """Do the same with sockets that listen, which every gateway that runs within the context inherits.
 
     While none runs, connections wait in the backlog: they are neither refused nor accepted by another process.
     """
-    with _opened(hold_http, hold_grpc, host, gateways, http, grpc) as pairs:
-        yield [GatewayPorts(_port(h), _port(g), _descriptor(h), _descriptor(g)) for h, g in pairs]
-
-
-@contextlib.contextmanager
-def held_relay_ports(
-    host: str, relays: int, https: int | None, grpc: int, *, is_check: bool = False
-) -> Iterator[list[GatewayPorts]]:
-    """Do the same for relays. ``https``: None: they serve gRPC only. ``is_check``: only reserve the ports."""
-    open_http, open_grpc = (reserve, reserve) if is_check else (hold_http, hold_grpc)
-    with contextlib.ExitStack() as stack:
-        https_held = [
-            None if https is None else stack.enter_context(open_http(host, https and https + i)) for i in range(relays)
-        ]
-        grpc_held = [stack.enter_context(open_grpc(host, grpc and grpc + i)) for i in range(relays)]
-        yield [
-            GatewayPorts(
-                0 if http is None else _port(http),
-                _port(held),
-                None if http is None else _descriptor(http),
-                _descriptor(held),
-            )
-            for http, held in zip(https_held, grpc_held, strict=True)
-        ]
+    with _opened(hold_http, hold_grpc, host, gateways, http, grpc) as ports:
+        yield ports
 
 
 @contextlib.contextmanager
 def _opened(
-    open_http: _Open, open_grpc: _Open, host: str, gateways: int, http: int, grpc: int | None
-) -> Iterator[list[tuple[socket.socket, socket.socket]]]:
+    open_http: _Open, open_grpc: _Open, host: str, gateways: int, http: int | None, grpc: int | None
+) -> Iterator[list[GatewayPorts]]:
     if grpc is None:
         grpc = http + GRPC_OFFSET if http else 0
     with contextlib.ExitStack() as stack:
         # All of them stay open: two ports must not be the same free one.
-        https = [stack.enter_context(open_http(host, http and http + i)) for i in range(gateways)]
+        https = [
+            None if http is None else stack.enter_context(open_http(host, http and http + i)) for i in range(gateways)
+        ]
         grpcs = [stack.enter_context(open_grpc(host, grpc and grpc + i)) for i in range(gateways)]
-        yield list(zip(https, grpcs, strict=True))
+        yield [
+            GatewayPorts(_port(h), _port(g), _descriptor(h), _descriptor(g)) for h, g in zip(https, grpcs, strict=True)
+        ]
 
 
-def _port(held: socket.socket) -> int:
-    return int(held.getsockname()[1])
+def _port(held: socket.socket | None) -> int:
+    return 0 if held is None else int(held.getsockname()[1])
 
 
-def _descriptor(held: socket.socket) -> int | None:
-    return held.fileno() if is_listening(held) else None
+def _descriptor(held: socket.socket | None) -> int | None:
+    return held.fileno() if held is not None and is_listening(held) else None
 
 
 BACKLOG = 4096

@@ -97,6 +97,8 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
     async def _receive(self, message: ProcessInput) -> None:
         if message.HasField("journal_copies"):
             self._requests.kept.copies.receive(self, message.journal_copies)
+        for moved in message.moved:
+            self._requests.kept.moved(moved.request_id, moved.tenant, self._peer)
         # In the order of their numbers. Read in the order of the message's fields, all new requests came first: a
         # resumed one with a lower number ended the whole stream, and the gateway sent the same message again on the
         # next stream, without end.
@@ -130,8 +132,6 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
                 group.cancel()
         for withdrawal in message.withdraw:
             self._requests.kept.withdraw(withdrawal.request_id, withdrawal.tenant)
-        for moved in message.moved:
-            self._requests.kept.moved(moved.request_id, moved.tenant, self._peer)
 
     def _submit(self, submit: Submit, pick: FirstPick) -> None:
         group: SampleGroup | PooledRequest

@@ -391,6 +391,14 @@ async def test_a_request_that_moved_while_its_gateway_was_away_is_not_found_wher
     assert await refusal(await mesh.gateway(peer_id="other")) == "REQUEST_LOST"
 
 
+async def test_a_call_that_resumes_a_request_goes_where_it_has_moved(mesh: Mesh) -> None:
+    """The gateway had sent the end of what was left and the call that sought it in one message."""
+    await lost(mesh, kept(), mesh.ids("a"))
+    back = await mesh.gateway(peer_id="lost")
+    await back.send(moved=[Withdrawal(request_id="request-1", tenant="someone")], resume=[resume()])
+    assert [each.error.reason for each in (await back.next_frame()).finished] == ["REQUEST_LOST"]
+
+
 async def test_a_gateway_that_comes_back_finds_what_it_had_resumed(mesh: Mesh) -> None:
     """Its stream broke before anything of the request arrived: the output processor had cancelled it as one that is
     submitted again, and the client got 404."""

@@ -69,7 +69,7 @@ class UnattendedMetrics:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     """Holds a request.
 
@@ -100,21 +100,24 @@ class ResumableRequests:
         self._metrics = metrics
         self._tasks = Tasks(on_failure)
         self._entries: dict[Resumable, _Entry] = {}  # in order of arrival; bounded by what is admitted
-        self._latest: dict[tuple[str, str], _Entry] = {}  # by tenant and id
+        self._calls: dict[tuple[str, str], list[_Entry]] = {}  # the same by tenant and id, the latest last
 
     def add(self, request: Resumable, tenant: str, admitted: AdmittedCall) -> None:
         """Make a request known that was submitted. ``admitted``: its call, which holds it for the limits."""
-        key = tenant, request.request_id
-        before = self._latest.get(key)
-        if before is not None and before.held is not None and request.takes_over:
-            before.request.supersede()
-        self._entries[request] = self._latest[key] = _Entry(request, tenant, admitted)
+        calls = self._calls.setdefault((tenant, request.request_id), [])
+        if calls and calls[-1].held is not None and request.takes_over:
+            calls[-1].request.supersede()
+        self._entries[request] = entry = _Entry(request, tenant, admitted)
+        calls.append(entry)
 
     def remove(self, request: Resumable) -> None:
         """Forget a request that has ended. Does nothing for one that is not known."""
-        entry = self._entries.pop(request, None)
-        if entry is not None and self._latest.get(key := (entry.tenant, request.request_id)) is entry:
-            del self._latest[key]
+        if (entry := self._entries.pop(request, None)) is None:
+            return
+        calls = self._calls[key := (entry.tenant, request.request_id)]
+        calls.remove(entry)
+        if not calls:
+            del self._calls[key]
 
     def abandon(self, request: Resumable, held: ExitStack) -> bool:
         """Keep a request whose client's connection has ended. Returns False if it is not kept.
@@ -135,19 +138,19 @@ class ResumableRequests:
 
         Raises ``BodyChanged``, before anything is taken, if the request began with another body.
         """
-        entry = self._latest.get((tenant, token.request_id))
-        if entry is None:
+        if not (calls := self._calls.get((tenant, token.request_id))):
             return None
+        entry = calls[-1]
         if token.fingerprint != entry.request.fingerprint:
             raise errors.BodyChanged("The body differs from the body that this request was begun with.")
         return entry.admitted if entry.held is not None and entry.admitted.holds_admission else None
 
     def cancel(self, request_id: str, tenant: str) -> bool:
-        """End a request. Returns whether it was known."""
-        entry = self._latest.get((tenant, request_id))
-        if entry is not None:
+        """End a request: all of its calls. Returns whether it was known."""
+        calls = self._calls.get((tenant, request_id), [])
+        for entry in calls:
             entry.request.fail(errors.Cancelled("The client cancelled the request."))
-        return entry is not None
+        return bool(calls)
 
     def leave(self) -> None:
         """End all calls and leave their requests running, for the clients to resume through another gateway."""
@@ -201,11 +204,10 @@ class ResumableRequests:
 
     def _is_sought(self, entry: _Entry) -> bool:
         """Return whether a later call of this gateway waits for the request: no output processor may have it now."""
-        later = self._latest.get((entry.tenant, entry.request.request_id))
+        later = self._calls[entry.tenant, entry.request.request_id][-1]
         # A later call that has output found the request elsewhere, or began it anew: no client reads this one any more,
         # and no limit counts it.
-        waits = later is not None and later is not entry and later.request.ttft_seconds is None
-        return waits and bool(self._seconds)
+        return later is not entry and later.request.ttft_seconds is None and bool(self._seconds)
 
 
 def _outcome(error: errors.TokenloomError) -> str:

@@ -146,6 +146,25 @@ async def test_a_request_that_a_later_call_seeks_does_not_expire(held: Held) -> 
     assert (first.log, held.count("expired")) == (["closed"], 1)
 
 
+@pytest.mark.parametrize("has_later_ended", [True, False])
+async def test_a_cancelled_request_ends_at_all_of_its_calls(held: Held, has_later_ended: bool) -> None:
+    """A later call had sought it in vain, or still did: the request, which waited at the gateway, began after all."""
+    first = held.abandoned()
+    later, held_by_later = held.begun(admitted=held.admit())
+    if has_later_ended:
+        held.requests.remove(later)
+        held_by_later.close()
+    assert held.requests.cancel("a", "someone")
+    await settle()
+    assert (first.log, held.count("cancelled")) == (["closed"], 1)
+    if not has_later_ended:
+        with pytest.raises(errors.Cancelled):
+            await later.take()
+        held.requests.remove(later)
+        held_by_later.close()
+    assert not held.requests.cancel("a", "someone")
+
+
 async def test_a_call_of_another_tenant_hides_no_request(held: Held) -> None:
     """It had named the id. The request's own client got no place, and could not cancel it."""
     first = held.abandoned()

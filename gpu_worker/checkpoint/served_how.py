@@ -34,7 +34,7 @@ from .draft_config import (
     refuse_states,
 )
 from .encoder_config import EncoderConfig, check_parts, read_encoder_config
-from .files.architectures import ARCHITECTURES, BUILT_IN, ENCODERS, LEARNED_POSITIONS, WITHOUT_MODULES, is_encoder
+from .files.architectures import ARCHITECTURES, BUILT_IN, DECODERS, ENCODERS, WITHOUT_MODULES, is_encoder
 from .files.config_reader import (
     IS_CAUSAL,
     UnsupportedError,
@@ -209,8 +209,8 @@ def divides_kv(config: ModelConfig) -> bool:
     """Return whether the layers of a model can divide keys and values by the numbers of a checkpoint: not those with
     compressed vectors, those that use the keys of another layer, and those whose norm has no weights and comes behind
     the rotation (Llama 4): it would undo the division of keys."""
-    is_plain = config.latent is None and not config.kv_sources and not config.traits.is_interleaved
-    return is_plain and config.family not in LEARNED_POSITIONS
+    is_plain = config.latent is None and not config.kv_sources
+    return is_plain and config.family in DECODERS and not config.traits.is_interleaved
 
 
 def chosen_impl(config: EngineConfig) -> str:

@@ -20,7 +20,7 @@ from .directory_source import DirectorySource
 from .files.config_reader import weight_files
 from .files.quantized_weight import PackedWeight, fill_rows, take_part
 from .gguf.source import GgufSource
-from .quantization.entries import Scheme, check_kv_scale
+from .quantization.entries import Scheme, check_kv_scale, kv_scale_names
 
 
 class Linear(Protocol):
@@ -286,10 +286,9 @@ class Checkpoint:
     def kv_scale(self, prefix: str, kind: str) -> float:
         """Return by what the keys (``kind`` k) or values (v) of the attention ``prefix`` are divided in a cache of
         8-bit floats; 1: the files do not say. Raises ``ValueError`` for anything but one positive number."""
-        own = f"{kind}_scale"
-        names = (own, f"{kind}_proj.{own}", f"qkv_proj.{own}", f"{kind}_proj.output_scale", "kv_scale")
         known: Collection[str] = self._source.kv_scales if isinstance(self._source, KVScales) else ()
-        found = next((name for each in names if (name := self._stored(f"{prefix}.{each}")) in known), None)
+        names = (self._stored(f"{prefix}.{each}") for each in kv_scale_names(kind))
+        found = next((name for name in names if name in known), None)
         if found is None or self.device.type == "meta":
             return 1.0
         stored = self._source.read(found, ())
@@ -391,10 +390,7 @@ class RenamedSource:
             if (other := self._stored.setdefault(plain, stored)) != stored:
                 raise ValueError(f"a plugin gives the tensors {other} and {stored} one name, {plain}")
         self.kv_scales = frozenset(built_in_name(stored, names) for stored in scales)
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._stored.keys() - self.kv_scales
+        self.names: Collection[str] = self._stored.keys() - self.kv_scales  # read again for each tensor
 
     @property
     def views(self) -> Sequence[Tensor]:

@@ -84,7 +84,9 @@ class Attention:
         are multiplied by them, so that no cache and no kernel of attention knows of them."""
         # The next power of two, which loses nothing: the inverse of another number is rounded in 16 bits, and so is
         # each key that it changes. 8-bit floats are as exact near half of their largest number as near that.
-        key_scale, value_scale = (2.0 ** math.ceil(math.log2(checkpoint.kv_scale(prefix, kind))) for kind in "kv")
+        least = 2 / torch.finfo(checkpoint.dtype).max  # float16 has no inverse of smaller numbers
+        scales = (max(checkpoint.kv_scale(prefix, kind), least) for kind in "kv")
+        key_scale, value_scale = (2.0 ** math.ceil(math.log2(scale)) for scale in scales)
         counts = torch.tensor([config.num_heads, config.num_kv_heads, config.num_kv_heads])
         factors, norm = torch.tensor([1.0, 1 / key_scale, 1 / value_scale]), self._head_norm
         if norm is not None:  # behind which another factor of the keys would be lost

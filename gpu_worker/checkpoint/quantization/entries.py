@@ -6,7 +6,6 @@ unpacks its tensors is a module of its own beside this one, with a row in ``dire
 take it refuses with ``reader.error``, which names entry, wanted and found value: preflight and engine then both say so.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -332,14 +331,23 @@ def scheme_for_modules(path: Path) -> Scheme | None:
     return scheme
 
 
-_READ_KV_SCALE = re.compile(r".+\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)")
+_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "qkv_proj.{0}_scale", "{0}_proj.output_scale", "kv_scale")
 _LEAST_KV_SCALE, _LARGEST_KV_SCALE = 2.0**-126, 2.0**127
 """Of numbers that float32 has exactly, as has it what they become: the next power of two and its inverse."""
 
 
+def kv_scale_names(kind: str) -> tuple[str, ...]:
+    """Return what a tensor may be called, behind the name of an attention, by which its keys (``kind`` k) or values (v)
+    are divided in a cache of 8-bit floats. The first that is there is read."""
+    return tuple(name.format(kind) for name in _KV_SCALES)
+
+
+_ENDINGS = tuple(f".{name}" for kind in "kv" for name in kv_scale_names(kind))
+
+
 def reads_kv_scale(name: str) -> bool:
     """Return whether a tensor may be one by which keys or values are divided in a cache of 8-bit floats."""
-    return _READ_KV_SCALE.fullmatch(name) is not None
+    return name.endswith(_ENDINGS)
 
 
 def check_kv_scale(name: str, scale: float) -> None:

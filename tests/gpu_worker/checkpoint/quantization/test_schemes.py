@@ -519,3 +519,26 @@ def test_scales_have_the_names_of_a_plugin(tmp_path: Path) -> None:
         assert checkpoint.has_kv_scales
         assert checkpoint.kv_scale("model.layers.1.inner", "k") == 0.5
         assert not [name for name in source.names if name.endswith("_scale")]
+        assert source.names is source.names, "each tensor asks for them, so they are made once"
+
+
+@torch.inference_mode()
+def test_float16_divides_by_the_least_number_of_which_it_has_the_inverse(
+    tmp_path: Path, run_model: RunModel, save_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom.gpu_worker.models.load_model._kernels", lambda config: [])  # a CPU has none
+    path = with_scales(tmp_path, 2.0**-16, 2.0**-20, save_checkpoint("llama"))
+    found, expected = (
+        run_model(load_model(path, "float16", kv_cache_dtype=dtype), [PROMPT], [[len(PROMPT)]])[0]
+        for dtype in ("fp8", "auto")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_models_whose_files_have_no_scales_load_beside_a_cache_of_8_bit_floats(
+    kind: str, save_checkpoint: Callable[..., Path]
+) -> None:
+    path = save_checkpoint(kind)
+    assert not load_model(path, "float32", kv_cache_dtype="fp8").config.scales_kv
+    assert not ModelLoader("float32", kv_cache_dtype="fp8").read_config(path).scales_kv

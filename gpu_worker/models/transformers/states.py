@@ -29,6 +29,8 @@ tensors of 4 GiB in a layer of Granite 4.0 H Small; with 64 it is a sixteenth.""
 _SOFTPLUS = F.softplus
 _VECTOR = 64
 """Elements: a multiple of those that any processor computes in a turn."""
+_OF_A_THREAD = 1 << 14
+"""Elements: PyTorch divides more than twice as many among threads, at places that follow from their number."""
 _NUM_PROBED = 5
 """The tokens of the pass that finds the layers: more than a convolution looks back."""
 
@@ -208,10 +210,11 @@ def _even_softplus() -> Iterator[None]:
 
 def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """Return softplus, with bits that do not depend on where in ``x`` an element lies: on CPUs PyTorch computes those
-    behind the last whole vectors by another function, so that a decay had another last bit in another batch."""
-    size = _VECTOR * torch.get_num_threads()  # each thread has a range of its own
-    padded = F.pad(x.reshape(-1), (0, -x.numel() % size))
-    return _SOFTPLUS(padded, beta, threshold)[: x.numel()].view(x.shape)
+    behind the last whole vectors of a thread by another function, so that a decay had another last bit in another
+    batch."""
+    padded = F.pad(x.reshape(-1), (0, -x.numel() % _VECTOR))
+    found = [_SOFTPLUS(part, beta, threshold) for part in torch.split(padded, _OF_A_THREAD)]
+    return torch.cat(found)[: x.numel()].view(x.shape)
 
 
 class _Layer:

@@ -291,3 +291,16 @@ def test_a_decay_has_the_same_bits_wherever_it_lies() -> None:
         assert torch.equal(whole[3:7], F.softplus(x.transpose(0, 1)[:, 3:7]).transpose(0, 1))
     torch.testing.assert_close(whole, F.softplus(x))
     assert F.softplus is _SOFTPLUS
+
+
+def test_a_decay_has_the_same_bits_on_any_number_of_threads() -> None:
+    """As many as PyTorch divides among three of four threads, whose ranges would end within a vector."""
+    x = torch.randn(98_000, generator=torch.Generator().manual_seed(0)) * 4
+    with _even_softplus():
+        expected = F.softplus(x)
+        torch.set_num_threads(4)
+        try:
+            found = F.softplus(x)
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(found, expected)

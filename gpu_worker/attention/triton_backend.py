@@ -214,6 +214,22 @@ class TritonBackend(LocalBackend):
     def _split(self, lengths: IntArray) -> IntArray:
         return key_parts(lengths, self.num_kv_heads)
 
+    def constants(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule, shape: ProgramShape) -> dict[str, int]:
+        """Return for what both kernels are compiled."""
+        (_, num_heads, head), (_, _, num_kv_heads, _, cache_head) = query.shape, kv_cache.shape
+        return {
+            "GROUP": num_heads // num_kv_heads,
+            "HEAD": head,
+            "CACHE_HEAD": cache_head,
+            "PADDED_HEAD": power_of_2(cache_head, 16),
+            "BLOCK": self.block_size,
+            "ROWS": shape.rows,
+            "TILE": shape.tile,
+            "HAS_SOFTCAP": rule.softcap is not None,
+            "num_warps": shape.warps,
+            "num_stages": shape.stages,
+        }
+
     def counters(self, count: int) -> Tensor:
         """Return ``count`` zeros, int32, on the device, which every launch leaves as zeros."""
         # Graphs hold the addresses of those before, which stay where they are.
@@ -275,19 +291,14 @@ class TritonPlan:
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         write_rows(key, value, kv_cache, self.tensors.slots)
 
-    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule, shared: _Found | None = None) -> Tensor:
+        """``shared``: what a step that only decodes has found in the keys that its requests share."""
         query = token_rows(query)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         work, num_wide = self.tensors.work, self.num_wide
         if num_wide:
             self._launch(query, kv_cache, rule, out, self.shape, work[:num_wide])
-        self._launch(query, kv_cache, rule, out, self.backend.shape(1), work[num_wide:])
-        return out
-
-    def attend_own(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule, shared: _Found) -> Tensor:
-        """Compute a step that only decodes over the keys that its requests do not share."""
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        self._launch(query, kv_cache, rule, out, self.backend.shape(1), self.tensors.work, shared)
+        self._launch(query, kv_cache, rule, out, self.backend.shape(1), work[num_wide:], shared)
         return out
 
     def _launch(
@@ -301,7 +312,7 @@ class TritonPlan:
         shared: _Found | None = None,
     ) -> None:
         """Compute some entries of the list by programs of one shape."""
-        (_, num_heads, head), num_entries, num_kv_heads = query.shape, len(work), kv_cache.shape[2]
+        num_heads, num_entries, num_kv_heads = query.shape[1], len(work), kv_cache.shape[2]
         padded_head, tensors, backend = power_of_2(kv_cache.shape[4], 16), self.tensors, self.backend
         limits = tensors.limits if rule.sees_images else None
         partial = sums = out
@@ -332,21 +343,12 @@ class TritonPlan:
             query.stride(0),
             tensors.block_tables.stride(0),
             num_kv_heads,
-            GROUP=num_heads // num_kv_heads,
-            HEAD=head,
-            CACHE_HEAD=kv_cache.shape[4],
-            PADDED_HEAD=padded_head,
-            BLOCK=backend.block_size,
-            ROWS=shape.rows,
-            TILE=shape.tile,
             CAN_SPLIT=can_split,
             HAS_WINDOW=rule.sliding_window is not None,
-            HAS_SOFTCAP=rule.softcap is not None,
             HAS_SINKS=rule.sinks is not None,
             HAS_LIMITS=limits is not None,
             SHARED_ROWS=0 if shared is None else shared.rows,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
+            **backend.constants(query, kv_cache, rule, shape),
         )
 
 
@@ -369,20 +371,17 @@ class SharedPlan:
         self.own.write_kv(key, value, kv_cache)
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
-        if rule.sliding_window is not None:
-            # The list of own keys divides all that a window sees as well: what is shared lies before most windows, and
-            # blocks there may be another request's by now.
-            return self.own.attend(query, kv_cache, rule)
-        query = token_rows(query)
-        return self.own.attend_own(query, kv_cache, rule, self._shared(query, kv_cache, rule))
+        # The list of own keys divides all that a window sees as well: what is shared lies before most windows, and
+        # blocks there may be another request's by now.
+        shared = None if rule.sliding_window is not None else self._shared(token_rows(query), kv_cache, rule)
+        return self.own.attend(query, kv_cache, rule, shared)
 
     def _shared(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> _Found:
         """Compute what all requests find in shared keys."""
-        (_, num_heads, head), num_kv_heads = query.shape, kv_cache.shape[2]
-        backend, tensors, padded_head = self.own.backend, self.own.tensors, power_of_2(kv_cache.shape[4], 16)
+        backend, tensors, num_kv_heads = self.own.backend, self.own.tensors, kv_cache.shape[2]
         shape = backend.shared_shape
         cells = (len(self.programs), num_kv_heads, shape.rows)
-        partial = torch.empty((*cells, padded_head), device=query.device)
+        partial = torch.empty((*cells, power_of_2(kv_cache.shape[4], 16)), device=query.device)
         sums = torch.empty((*cells, 2), device=query.device)
         launch(
             attend_shared,
@@ -399,16 +398,7 @@ class SharedPlan:
             query.stride(0),
             tensors.block_tables.stride(0),
             num_kv_heads,
-            GROUP=num_heads // num_kv_heads,
-            HEAD=head,
-            CACHE_HEAD=kv_cache.shape[4],
-            PADDED_HEAD=padded_head,
-            BLOCK=backend.block_size,
-            ROWS=shape.rows,
-            TILE=shape.tile,
-            HAS_SOFTCAP=rule.softcap is not None,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
+            **backend.constants(query, kv_cache, rule, shape),
         )
         return _Found(self.requests, partial, sums, shape.rows)
 

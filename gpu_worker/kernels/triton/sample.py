@@ -30,10 +30,10 @@ _PASSES = tl.constexpr(3)
 def sample(
     logits,
     temperatures,
-    top_ks,
     top_ps,
     min_ps,
     numbers,
+    top_ks,
     asking,
     listed,
     out,
@@ -165,14 +165,27 @@ def limits_of(base, vocab, maxima, listed, largest, rate, least, top_k, top_p, W
         if not is_limited:
             hint = lane_bound(maxima, WIDTH // 4, WIDTH)
         total = _mass(base, vocab, largest, rate, least, threshold, num_equal, WIDTH)
-        target = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
-        target = tl.maximum(tl.minimum(target, total), 1)
+        target = kept_mass(total, top_p)
         found, above = find_reached(base, vocab, hint, listed, largest, rate, least, target, True, WIDTH)
-        each = tl.maximum(weigh(value_of(found), largest, rate, least), 1)
-        needed = (target - above + each - 1) // each
-        num_equal = tl.where(found > threshold, needed, tl.minimum(num_equal, needed))
+        num_equal = kept_equal(threshold, num_equal, found, target - above, largest, rate, least)
         threshold = found
     return threshold, num_equal
+
+
+@triton.jit
+def kept_mass(total, top_p):
+    """Return how much of the mass ``total`` top-p keeps."""
+    target = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+    return tl.maximum(tl.minimum(target, total), 1)
+
+
+@triton.jit
+def kept_equal(threshold, num_equal, found, mass, largest, rate, least):
+    """Return how many tokens that equal ``found``, the threshold of top-p, have the ``mass`` that those above it lack;
+    at most ``num_equal`` if it is the ``threshold`` of top-k, too."""
+    each = tl.maximum(weigh(value_of(found), largest, rate, least), 1)
+    needed = (mass + each - 1) // each
+    return tl.where(found > threshold, needed, tl.minimum(num_equal, needed))
 
 
 @triton.jit

@@ -17,6 +17,8 @@ from .sample import (
     find_among,
     find_best,
     greedy,
+    kept_equal,
+    kept_mass,
     limits_of,
     ordered,
     passed,
@@ -55,9 +57,9 @@ def scan_parts(logits, memory, vocab, row_stride, memory_stride, WIDTH: tl.const
 def list_parts(
     logits,
     temperatures,
-    top_ks,
     top_ps,
     min_ps,
+    top_ks,
     asking,
     memory,
     masses,
@@ -104,10 +106,10 @@ def list_parts(
 def draw_listed(
     logits,
     temperatures,
-    top_ks,
     top_ps,
     min_ps,
     numbers,
+    top_ks,
     asking,
     memory,
     masses,
@@ -209,14 +211,11 @@ def _draw_among(
         mass += count * weigh(value_of(threshold), largest, rate, least)
     is_known = True
     if top_p < 1.0:
-        target = tl.ceil(mass.to(tl.float64) * top_p).to(tl.int64)
-        target = tl.maximum(tl.minimum(target, mass), 1)
+        target = kept_mass(mass, top_p)
         is_known = tl.sum(weights, 0) >= target
         if is_known:
             found, above = find_among(keys, weights, target, lowest, end)
-            each = tl.maximum(weigh(value_of(found), largest, rate, least), 1)
-            needed = (target - above + each - 1) // each
-            num_equal = tl.where(found > threshold, needed, tl.minimum(num_equal, needed))
+            num_equal = kept_equal(threshold, num_equal, found, target - above, largest, rate, least)
             threshold = found
     is_equal = (keys == threshold) & is_listed
     is_kept = (keys > threshold) | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= num_equal))

@@ -131,18 +131,12 @@ def draw(logits: Tensor, columns: Sequence[Tensor], width: int = _WIDTH, *, divi
     num_rows, vocab = logits.shape
     if divides:
         return _draw_by_parts(logits, columns, width)
-    temperatures, top_ps, min_ps, numbers, top_ks, asking = columns
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     launch(
         sample,
         (num_rows,),
         logits,
-        temperatures,
-        top_ks,
-        top_ps,
-        min_ps,
-        numbers,
-        asking,
+        *columns,
         torch.empty(num_rows, width, dtype=torch.int32, device=logits.device),
         out,
         vocab,
@@ -158,7 +152,6 @@ def draw(logits: Tensor, columns: Sequence[Tensor], width: int = _WIDTH, *, divi
 def _draw_by_parts(logits: Tensor, columns: Sequence[Tensor], width: int) -> Tensor:
     """Do what :func:`draw` does with a program for each ``width`` logits of a row: two kernels, and one that joins."""
     (num_rows, vocab), device = logits.shape, logits.device
-    temperatures, top_ps, min_ps, numbers, top_ks, asking = columns
     parts, groups, room = -(-vocab // width), min(_GROUPS, width // 2), width // 4
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     masses = torch.empty(num_rows, parts, dtype=torch.int64, device=device)
@@ -166,11 +159,15 @@ def _draw_by_parts(logits: Tensor, columns: Sequence[Tensor], width: int) -> Ten
     memory = torch.empty(num_rows, stride, dtype=torch.int32, device=device)
     grid, sizes = (num_rows, parts), (vocab, logits.stride(0), stride)
     launch(scan_parts, grid, logits, memory, *sizes, WIDTH=width, GROUPS=groups, num_warps=_WARPS)
-    asked = (temperatures, top_ks, top_ps, min_ps)
     launch(
         list_parts,
         grid,
-        *(logits, *asked, asking, memory, masses, *sizes),
+        logits,
+        *columns[:3],
+        *columns[4:],  # all but the numbers
+        memory,
+        masses,
+        *sizes,
         WIDTH=width,
         GROUPS=groups,
         ROOM=room,
@@ -181,7 +178,12 @@ def _draw_by_parts(logits: Tensor, columns: Sequence[Tensor], width: int) -> Ten
     launch(
         draw_listed,
         (num_rows,),
-        *(logits, *asked, numbers, asking, memory, masses, out, *sizes),
+        logits,
+        *columns,
+        memory,
+        masses,
+        out,
+        *sizes,
         WIDTH=width,
         PARTS=power_of_2(parts),
         GROUPS=groups,

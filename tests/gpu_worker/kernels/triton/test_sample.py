@@ -63,15 +63,17 @@ def test_both_zeros_are_equal():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_has_the_host_s_token(temperature):
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_row_that_is_not_finite_has_the_host_s_token(divides, temperature):
     logits = np.random.default_rng(2).normal(size=(6, 200)).astype(np.float32)
     logits[1, [9, 140]] = np.nan
     logits[2, [150, 7]] = np.inf
     logits[3] = np.nan
     logits[4] = -np.inf
-    host, device = draw_both(logits, make_rows(6, temperature=temperature, top_p=0.9))
+    logits[5, :128] = np.nan  # of this part no logit is finite
+    host, device = draw_both(logits, make_rows(6, temperature=temperature, top_p=0.9), divides=divides)
     assert [max(token_id, NO_TOKEN) for token_id in device] == host
-    assert device[1:5] == [9, 7, NO_TOKEN, NO_CHOICE]
+    assert device[1:] == [9, 7, NO_TOKEN, NO_CHOICE, 0]
 
 
 def test_masked_tokens_are_never_drawn():

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -248,7 +249,7 @@ class TokenizerClient:
                         if wire_errors.was_cut(failure):
                             self._alive.discard(address)
                         retries = retries or CallRetries(self._budget)
-                        retries.failed(failure)
+                        retries.failed(failure, is_back=partial(self._answers, address))
                     except asyncio.CancelledError:
                         if is_cancelled():
                             raise
@@ -261,6 +262,9 @@ class TokenizerClient:
             # Without a place: a text that a living tokenizer takes must not wait for a chat that none can render.
             retries = retries or CallRetries(self._budget)
             await retries.pause(self._came)
+
+    def _answers(self, address: str) -> bool:
+        return address in self._alive
 
     def _fits(self, request: _Request, answer: Any) -> bool:
         """Return whether an answer may be that of the request: a prompt for each text, of tokens that there are."""
@@ -359,10 +363,12 @@ class CallRetries:
         self._num_lost_rounds = 0
         self._num_wrong = 0
 
-    def failed(self, failure: grpc.aio.AioRpcError | None) -> None:
-        """Note how a replica failed the call; None: its answer was wrong. Raises the error that another replica would
-        answer with, too, and ``Internal`` for a text that no replica answers rightly."""
-        self._debt.failed(Cause.SILENT)
+    def failed(self, failure: grpc.aio.AioRpcError | None, is_back: Callable[[], bool] | None = None) -> None:
+        """Note how a replica failed the call; None: its answer was wrong. ``is_back``: returns whether it answers
+        again. Raises the error that another replica would answer with, too, and ``Internal`` for a text that no replica
+        answers rightly."""
+        silence = failure is not None and was_silent(failure)
+        self._debt.failed(Cause.SILENT, is_back=is_back if silence else None)
         if failure is None:
             self._num_wrong += 1
             # If there is no other replica than this one, one may be starting again.
@@ -374,7 +380,7 @@ class CallRetries:
             raise wire_errors.from_rpc(failure) from failure
         self._num_lost += (was_lost := wire_errors.was_cut(failure))
         # On a busy machine, or over a link that loses packets, pings are late although the process lives.
-        self._has_ended_one |= was_lost and not was_silent(failure)
+        self._has_ended_one |= was_lost and not silence
 
     def lost(self) -> None:
         """Note that a replica has left with the call."""

@@ -20,6 +20,7 @@ from tokenloom.services.gateway.mesh.tokenizer_client import (
     TokenizerClient,
 )
 from tokenloom.services.gateway.records.generate_request import Chat
+from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.streams.slotted_stream import MAX_WRONG_FRAMES
@@ -172,6 +173,27 @@ async def test_a_text_is_not_given_up_because_pings_are_late(words: str) -> None
     assert await call == RIGHT
 
 
+@pytest.mark.parametrize("words", [*SILENCES, "Connection reset by peer"])
+async def test_calls_of_a_replica_that_was_silent_need_no_budget_once_it_is_back(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tokenizer was starved twice within seconds, the calls went on one a second. One whose connection ends may
+    have ended because of a text."""
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    client = client_of({"unix:/0": SilentReplica(words)})
+    calls = [asyncio.ensure_future(client.encode(["text"])) for _ in range(4)]
+    await settle()
+    client._learn("unix:/0", tokenizer_pb2.GetTokenizerInfoResponse())
+    await settle()
+    assert client.num_alive == 0, "the first retry is free"
+    client._stubs["unix:/0"] = LivingReplica()  # type: ignore[assignment]
+    client._learn("unix:/0", tokenizer_pb2.GetTokenizerInfoResponse())
+    await settle()
+    assert [call.done() for call in calls] == [words in SILENCES] * 4
+    for call in calls:
+        call.cancel()
+
+
 class SilentReplica:
     """A replica whose connection gRPC gives up."""
 
@@ -181,6 +203,7 @@ class SilentReplica:
 
     async def Encode(self, request: object, metadata: object) -> None:
         self.calls += 1
+        await asyncio.sleep(0)  # so that all calls that are on the way fail
         none = grpc.aio.Metadata()
         raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, self._words)
 

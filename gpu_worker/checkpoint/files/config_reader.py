@@ -365,12 +365,19 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     try:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
-        needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        needed = 8 + length + max((_end_of(*entry["data_offsets"]) for entry in header.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise NoWeights(f"{file} is not a valid safetensors file: its header is no JSON object of tensors") from None
     if size < needed:
         raise NoWeights(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}")
     return header
+
+
+def _end_of(begin: Any, end: Any) -> int:
+    """Raises ``ValueError`` or ``TypeError`` for offsets that no tensor has."""
+    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
+        raise ValueError
+    return end
 
 
 _NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e"}

@@ -20,9 +20,9 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_s
 TOKENIZER = {"model": {"type": "BPE", "vocab": {letter: i for i, letter in enumerate("abcdefgh")}, "merges": []}}
 
 
-def safetensors(shape: list[int], name: str = "model.embed_tokens.weight") -> bytes:
+def safetensors(shape: list[int], name: str = "model.embed_tokens.weight", offsets: list[Any] | None = None) -> bytes:
     size = 4 * shape[0] * shape[1]
-    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": offsets or [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
 
 
@@ -229,6 +229,15 @@ ODD = [
     Odd("weights as a pointer", write("model.safetensors", POINTER), "model.safetensors", "git lfs pull"),
     Odd("weights as a dead link", link("model.safetensors"), "model.safetensors is a link", "download"),
     Odd("noise as weights", write("model.safetensors", b"\x05\0\0\0\0\0\0\0{abc}"), "model.safetensors", "download"),
+    *(
+        Odd(name, write("model.safetensors", safetensors([8, 4], offsets=offsets)), "model.safetensors", "download")
+        for name, offsets in {
+            "offsets that descend": [128, 0],
+            "an offset before the file": [-1000, 128],
+            "three offsets": [0, 64, 128],
+            "an offset that is no integer": [0.5, 128],
+        }.items()
+    ),
     Odd("no weights", NO_WEIGHTS, "no weights", "download model.safetensors"),
     Odd(
         "other name",

@@ -1,6 +1,7 @@
 """Clients of a relay do not notice that a gateway is lost: stubs as they are generated."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -265,6 +266,50 @@ async def test_a_call_beyond_those_that_one_connection_carries_is_refused(
 async def _write(call: Any, num_mebibytes: int) -> None:
     for _ in range(num_mebibytes):
         await call.write(bytes(1 << 20))
+
+
+async def test_a_sound_is_heard_again_where_its_gateway_is_lost_before_a_text(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of it has arrived; the rest comes from the client. Without room for it the call ends."""
+    monkeypatch.setattr(grpc_relay_module, "_MOST_KEPT_BYTES", 64)
+
+    class Gateway(FakeGateway):
+        async def Transcribe(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+            heard = b""
+            async for request in requests:
+                heard += request.data
+                if len(heard) == self.lost_after:
+                    self.stopped.set()
+                    await asyncio.Event().wait()
+            await context.write(pb.TranscribeResponse(text=heard.decode()))
+
+        lost_after = 0
+
+    for size, is_kept in ((4, True), (100, False)):
+        directory = socket_dir / str(size)
+        directory.mkdir()
+        async with (
+            asyncio.timeout(LIMIT),
+            Gateway(FakeMesh(), directory / "a") as first,
+            Gateway(FakeMesh(), directory / "b") as second,
+            relayed(directory, first.address, second.address) as (stub, grpc_relay),
+        ):
+            first.lost_after = 1 + size  # type: ignore[attr-defined]
+            call = stub.Transcribe()
+            for part in (b"a", b"b" * size):
+                await call.write(pb.TranscribeRequest(data=part))
+            await first.stopped.wait()
+            await first.cut()
+            with contextlib.suppress(asyncio.InvalidStateError):  # it has ended where the sound is not kept
+                await call.write(pb.TranscribeRequest(data=b"c"))
+                await call.done_writing()
+            if is_kept:
+                assert (await call.read()).text == "abbbbc"
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match="The connection to the gateway was lost"):
+                    await call.read()
+            assert (grpc_relay.num_continued, grpc_relay._room.taken) == (int(is_kept), 0)
 
 
 class SessionGateway(FakeGateway):

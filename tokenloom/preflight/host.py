@@ -97,18 +97,23 @@ _ANY = frozenset({"0.0.0.0", "::", ""})
 
 
 def check_addresses(
-    wanted: Mapping[str, Iterable[str]], counts: Mapping[str, int], gateways: Iterable[Address] = ()
+    wanted: Mapping[str, Iterable[str]], counts: Mapping[str, int], held: Iterable[tuple[Address, str]] = ()
 ) -> None:
     """Check the addresses that the parts are given by flags.
 
     Args:
         wanted: The flags of each service, such as ``--metrics-listen=127.0.0.1:9100``.
         counts: How many parts of each service there will be.
-        gateways: The addresses of the gateways' HTTP and gRPC ports, which are held already.
+        held: The addresses at which clients connect, each with the options that name it; they are held already.
 
     Raises `CannotServe`.
     """
-    taken = [(address, "the gateway's --port or --grpc-port") for address in gateways]
+    taken: list[tuple[Address, str]] = []
+    for address, owner in held:
+        for other, another in taken:
+            if owner != another and _overlap(address, other):
+                raise CannotServe(f"{owner} and {another} name one port ({address}): choose another for one of them")
+        taken.append((address, owner))
     for service, flags in wanted.items():
         for name, value in _listened(flags):
             where = f"{service}: {name} {value}"

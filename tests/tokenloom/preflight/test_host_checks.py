@@ -128,6 +128,18 @@ def test_parts_cannot_have_a_port_of_the_gateways(option: str, distance: int, ho
     assert f"coordinator: --metrics-listen {host}:{free + distance}: the gateway's --port or --grpc-port has" in message
 
 
+def test_relays_have_ports_of_their_own(tmp_path: Path) -> None:
+    free = next(filter(_is_free, range(20_000, 30_000, 7)))
+    relays = ("--relays", "1", "--relay-grpc-port", str(free))
+    message = refusal(*relays, "--port", str(free))
+    owners = "the relay's --relay-port or --relay-grpc-port and the gateway's --port or --grpc-port"
+    assert f"{owners} name one port (127.0.0.1:{free})" in message
+    file = tmp_path / "mesh.toml"
+    file.write_text(f'[coordinator]\nmetrics_listen = "127.0.0.1:{free}"\n')
+    message = refusal("--config", str(file), "--port", "0", *relays)
+    assert "the relay's --relay-port or --relay-grpc-port has the same port" in message
+
+
 @pytest.mark.parametrize(
     ("service", "options"),
     [

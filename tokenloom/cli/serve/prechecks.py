@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +164,30 @@ def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
     check_run_directory(state_dir.root())
     counts = _counts(options)
     check_open_files(sum(counts.values()))
-    ports = _check_ports(options)
-    _check_settings(parts_of(options, state_dir.root(), ports, _check_relay_ports(options)))
-    # The gateways' own ports count too: another part's address that named one of them passed the check, and the start
-    # failed.
-    fixed = {options.port and pair.http for pair in ports} | {options.grpc_port != 0 and pair.grpc for pair in ports}
-    check_addresses(options.flags, counts, [Address(host=options.host, port=port) for port in fixed if port])
+    ports, of_relays = _check_ports(options), _check_relay_ports(options)
+    _check_settings(parts_of(options, state_dir.root(), ports, of_relays))
+    # These ports count too: another part's address that named one of them passed the check, and the start failed.
+    held = [
+        *_fixed(ports, options.gateway_host, options.port, options.grpc_port, "the gateway's --port or --grpc-port"),
+        *_fixed(
+            of_relays,
+            options.host,
+            options.relay_port,
+            options.relay_grpc_port,
+            "the relay's --relay-port or --relay-grpc-port",
+        ),
+    ]
+    check_addresses(options.flags, counts, held)
+
+
+def _fixed(
+    ports: Sequence[GatewayPorts], host: str, http: int, grpc: int | None, owner: str
+) -> Iterator[tuple[Address, str]]:
+    """Yield the addresses of ports that the user chose. ``http``, ``grpc``: 0: a free one."""
+    for pair in ports:
+        for asked, found in ((http, pair.http), (http if grpc is None else grpc, pair.grpc)):
+            if asked and found:
+                yield Address(host=host, port=found), owner
 
 
 def warn_of_variables() -> None:

@@ -273,11 +273,10 @@ soak-memory: install ## run four engines of one host under full load for five mi
 network: install ## run prefill and decode engines on both sides of a bad network (root, Debian: iproute2, nftables)
 	$(BIN)/python -m tests.soak.network
 
-campaign: install ## kill parts of a mesh on a lossy and slow network under 20,000 requests, then 5,000 to the demo model, half in bfloat16, half with drafts; goes on where the last call ended (root, Debian: iproute2, nftables)
+campaign: install ## kill parts of a mesh on a lossy and slow network under 20,000 requests, then 5,000 to the demo model in bfloat16 with drafts; goes on where the last call ended (root, Debian: iproute2, nftables)
 	mkdir -p build
 	$(BIN)/python -m tests.soak.shards --results build/shards-hash
-	$(BIN)/python -m tests.soak.shards --results build/shards-model --worker model --shards 3 --requests 834
-	$(BIN)/python -m tests.soak.shards --results build/shards-drafts --worker drafts --shards 3 --requests 834
+	$(BIN)/python -m tests.soak.shards --results build/shards-model --worker model --shards 6 --requests 834
 
 clients: install ## run unmodified client libraries against one mesh, each in its own environment, and agents' turns
 	$(BIN)/python -m tests.clients.run

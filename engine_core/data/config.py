@@ -219,8 +219,8 @@ class WorkerConfig(Struct, frozen=True):
     batch_invariant: Annotated[
         bool,
         "Give the logits and log probabilities of a request the same bits whatever else is in the batch, however its "
-        "prompt is cut, with a cached prefix or without: as one order of sums for each token, with the C++ kernels of "
-        "a CPU. Long prompts take longer.",
+        "prompt is cut, with or without a cached prefix and drafts: as one order of sums for each token, with the C++ "
+        "kernels of a CPU. Long prompts take longer.",
     ] = False
     weights_scrub_seconds: Annotated[
         Duration,

@@ -165,12 +165,13 @@ def _check_order(config: EngineConfig) -> None:
     """Raise ``ValueError`` naming an option with which the last bits would follow the batch."""
     worker, parallel = config.worker, config.parallel
     several = parallel.world_size > 1 or parallel.spreads_experts_over_engines
+    draws = config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic"
     options = {
         f"attention_backend {worker.attention_backend} follows the batch": worker.attention_backend
         not in ("auto", "cpu"),
         "transformers' modules follow the batch: leave out model_impl": worker.model_impl == "transformers",
         "vectors of prompts follow the chunks: choose runner auto or generate": worker.runner == "pooling",
-        "drafts are verified in other sums: leave out speculative_config": config.speculative is not None,
+        "probabilistic acceptance changes tokens: choose rejection_sample_method strict": draws,
         "it is not supported with several workers yet; use one worker": several,
     }
     if reason := next((name for name, is_set in options.items() if is_set), None):

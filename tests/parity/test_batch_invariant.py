@@ -3,6 +3,7 @@ cut, with cached prefixes, after preemption, and after another engine has comput
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from tests.gpu_worker.lora.random_adapter import save_adapter
 from tests.gpu_worker.models.gpt_oss import write_gpt_oss
 from tests.parity.engine import Engine
 from tests.parity.reference import DEMO_MODEL, SMALL_CONFIGS, save_random
-from tokenloom.engine_core.data.config import LoraConfig
+from tests.parity.speculation import METHODS, answer, drafts_of, make_llm, random_requests
+from tokenloom.engine_core.data.config import LoraConfig, SpeculativeConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
 from tokenloom.request.adapter_names import adapter_salt
@@ -122,6 +124,36 @@ def test_also_after_preemption(tmp_path: Path) -> None:
     small = Engine(model, num_blocks=34, budget=256, **options)
     assert run(small, prompts, num_tokens=60) == alone
     assert small.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS, ids=lambda value: value if isinstance(value, str) else None)
+def test_also_with_drafts(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model, lora = write(name, tmp_path)
+    settings: dict[str, Any] = {"num_blocks": 400, "num_threads": 2, "batch_invariant": True, "lora": lora, **options}
+    one = Engine(model, **settings)
+    alone = [run(one, [prompt])[0] for prompt in PROMPTS]
+    drafting = Engine(model, speculative=SpeculativeConfig(method="suffix", num_speculative_tokens=4), **settings)
+    drafts = drafting.core.scheduler.drafts
+    assert drafts is not None
+    drafts.free_rows = drafts.costs = None  # also on a busy machine, on which no draft looks as if it paid
+    for _ in range(2):  # the second time past answers are drafts
+        assert run(drafting, PROMPTS) == alone
+    assert drafts.stats().num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_also_with_drafts_of_every_method(method: str) -> None:
+    options = {"batch_invariant": True, "dtype": "bfloat16"}
+    requests = random_requests(5, 40)
+    with closing(make_llm(METHODS[method], **options)) as drafting:
+        found = answer(drafting, requests)
+        assert drafts_of(drafting).stats().num_accepted_tokens > 0
+    with closing(make_llm(**options)) as plain:
+        expected = answer(plain, requests)
+    for one, other in zip(expected, found, strict=True):
+        assert one.prompt_logprobs == other.prompt_logprobs
+        for left, right in zip(one.outputs, other.outputs, strict=True):
+            assert (left.token_ids, left.text, left.logprobs) == (right.token_ids, right.text, right.logprobs)
 
 
 def test_other_engines_have_other_bits(tmp_path: Path) -> None:

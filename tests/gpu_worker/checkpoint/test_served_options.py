@@ -136,8 +136,8 @@ UNORDERED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another attention": (LLAMA, {"attention_backend": "torch"}, "attention_backend torch follows the batch"),
     "drafts": (
         LLAMA,
-        {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)},
-        "leave out speculative_config",
+        {"speculative": SpeculativeConfig(method="ngram", rejection_sample_method="probabilistic")},
+        "probabilistic acceptance changes tokens: choose rejection_sample_method strict",
     ),
     "several workers": (LLAMA, {"parallel": ParallelConfig(tensor_parallel_size=2)}, "use one worker"),
     "short blocks": (LLAMA, {"cache": CacheConfig(block_size=8)}, "block size 8 is not a multiple of 16"),

@@ -15,6 +15,7 @@ from tokenloom.client.async_calls import CallError, was_cut
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.limits import AdmissionLimit, Reservation
 from tokenloom.services.runtime.host import servicer_edge
+from tokenloom.services.runtime.host.limits import decoded
 from tokenloom.v1 import inference_pb2, types_pb2
 from tokenloom.v1.inference_pb2 import InferenceCancelRequest
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb2
@@ -243,7 +244,7 @@ class SessionCourse(_OneTurn):
     def begin(self, message: bytes) -> Sequence[bytes]:
         if self._position.request_id and self.is_over:
             self._before, self._old_id = self._continued(), self._position.request_id
-        self._turn, self._position = inference_pb2.GenerateRequest.FromString(message), inference_pb2.TurnPosition()
+        self._turn, self._position = decoded(inference_pb2.GenerateRequest, message), inference_pb2.TurnPosition()
         self.is_over = False
         self._is_own = self._is_own and not (self._turn.resumable or self._turn.HasField("continued_turn"))
         if not self._is_own:
@@ -298,7 +299,7 @@ class _KServeCourse(_OneTurn):
         self._is_own = True
 
     def begin(self, message: bytes) -> Sequence[bytes]:
-        self._request = kserve_pb2.ModelInferRequest.FromString(message)
+        self._request = decoded(kserve_pb2.ModelInferRequest, message)
         self._id, self.is_over = self._request.id, False
         self._is_own = not {_RESUMABLE, _LAST_EVENT_ID} & set(self._request.parameters)
         if not self._is_own:

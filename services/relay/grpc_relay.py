@@ -32,6 +32,7 @@ from tokenloom.client.async_client import AsyncResponses
 from tokenloom.client.connection import Gateways, Metadata
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.limits import AdmissionLimit
+from tokenloom.services.runtime.host.limits import decoded
 from tokenloom.services.runtime.host.servicer_edge import WATCH, Impatient, OutsideCalls, only_message
 from tokenloom.services.runtime.local_streams.server import damaged_request
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
@@ -59,9 +60,6 @@ _MOST_TRIES = 8
 MOST_CALLS = 1024
 """Of all clients at the same time: so many a gateway allows on one connection, and a relay has one to each. Further
 calls would wait in this process, unseen; they end in RESOURCE_EXHAUSTED."""
-_MOST_KEPT_BYTES = 64 << 20
-"""Of messages of all calls, until they are answered. Those of sounds beyond it are passed on and not kept; other calls
-are refused. A gateway has the same limit by default."""
 _WAIT_SECONDS = 0.5
 _LONGEST_SECONDS = 86_400.0
 """Stands for the deadline of a call without one; gateways have a limit of their own."""
@@ -158,9 +156,14 @@ class GrpcRelay(grpc.GenericRpcHandler):
         num_request_bytes, num_response_bytes: Of the messages from clients, and to them.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        """``addresses``: of gateways, ``host:port``, ``dns:///name:port`` or ``unix:/path``, at least one. Call it in
-        the event loop."""
+    def __init__(self, addresses: Sequence[str], max_bytes: int) -> None:
+        """Call it in the event loop.
+
+        Args:
+            addresses: Of gateways, ``host:port``, ``dns:///name:port`` or ``unix:/path``, at least one.
+            max_bytes: Of messages of all calls, until they are answered. The rest of a sound is passed on and not kept
+                where they do not suffice; other calls are refused.
+        """
         channels = {address: open_channel(address, None) for address in addresses}
         stubs = {
             address: _Gateway(channel, inference_pb2_grpc.InferenceStub(channel))
@@ -171,7 +174,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         # Nothing that a gateway has answered is tried again: that is for the client to decide.
         self._retries = Retries(_MOST_TRIES, budget=1.0)
         self._cancellations = AsyncCancellations()
-        self._room = AdmissionLimit(_MOST_KEPT_BYTES)
+        self._room = AdmissionLimit(max_bytes)
         self._outside = OutsideCalls(MOST_CALLS)
         self.num_calls = self.num_open = self.num_continued = self.num_lost = 0
         self.num_request_bytes = self.num_response_bytes = 0
@@ -235,7 +238,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
             try:
                 first = await only_message(requests)
                 at_end.enter_context(take_room(self._room, first))
-                request = inference_pb2.GenerateRequest.FromString(first)
+                request = decoded(inference_pb2.GenerateRequest, first)
                 del first  # its bytes are not kept as well
                 left = context.time_remaining()
                 deadline = time.monotonic() + (_LONGEST_SECONDS if left is None else left)

@@ -55,7 +55,7 @@ class RelayService:
 
     async def _start_grpc(self, host: Host) -> None:
         settings = self._settings
-        relay = GrpcRelay(settings.grpc_gateways)
+        relay = GrpcRelay(settings.grpc_gateways, settings.max_body_bytes_in_flight)
         self._undo.push_async_callback(relay.close)
         observe_grpc(host.metrics, relay)
         options = server_options(settings.client_limits, settings.max_message_bytes)

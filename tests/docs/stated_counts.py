@@ -12,7 +12,7 @@ from tokenloom.services.coordinator import lease
 from tokenloom.services.gateway.batches import batch_run, batch_store
 from tokenloom.services.gateway.formats import tool_request
 from tokenloom.services.gateway.generation import admission, charge, running_pooling
-from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
+from tokenloom.services.gateway.grpc import chat_prompt
 from tokenloom.services.gateway.http import http_exchange as pieces
 from tokenloom.services.gateway.http import large_json, request_body
 from tokenloom.services.gateway.http.server import http_protocol
@@ -23,6 +23,7 @@ from tokenloom.services.gateway.records import pooling_input
 from tokenloom.services.gateway.request_log import finished_request as recent_requests
 from tokenloom.services.gateway.responses import mcp_rounds, mcp_servers, response_store, responses_endpoint
 from tokenloom.services.gateway.tenants import tenant as tenant_limits
+from tokenloom.services.runtime.host import limits
 from tokenloom.supervisor import part, ports
 
 from .markdown_page import ROOT
@@ -62,7 +63,7 @@ SENTENCES = {
         f"A body above {_kib(request_body.OFF_LOOP_BYTES)} is counted before any of it is built: it may hold "
         f"{large_json.MAX_CONTAINERS:,} objects and arrays, {large_json.MAX_STRINGS:,} strings and "
         f"{large_json.MAX_NUMBERS:,} values",
-        f"A gRPC message above {_kib(message_bounds.LARGE_BYTES)} may have {message_bounds.MAX_FIELDS:,} fields, and a "
+        f"A gRPC message above {_kib(limits.LARGE_BYTES)} may have {limits.MAX_FIELDS:,} fields, and a "
         f"chat over gRPC {chat_prompt.MAX_MESSAGES:,} messages",
         f"{validation.MAX_STOP_STRINGS} stop strings, {sampling_params.MAX_LOGIT_BIASES:,} tokens in `logit_bias`, "
         f"{tool_request.MAX_TOOLS} tools, {admission.MAX_PROMPTS:,} prompts",

@@ -97,7 +97,7 @@ async def relay_page() -> str:
     host = Host(RelaySettings.of(grpc_listen="127.0.0.1:0", grpc_gateways=("127.0.0.1:1",)))
     for certificate in ("mesh", "public"):
         host.certificates.show(certificate, lambda: 0.0)
-    relay = GrpcRelay(["127.0.0.1:1"])
+    relay = GrpcRelay(["127.0.0.1:1"], 0)
     observe_grpc(host.metrics, relay)
     observe_http(host.metrics, HttpRelay([("127.0.0.1", 1)], ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)))
     await relay.close()

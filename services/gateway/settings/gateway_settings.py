@@ -179,12 +179,6 @@ class GatewaySettings(PublicSettings, frozen=True, kw_only=True):
         "Log a line for each request that has ended: ids, status, sizes and times, without prompts and keys. "
         "Successful probes and scrapes have none.",
     ] = True
-    max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
-    max_body_bytes_in_flight: Annotated[
-        Count,
-        "Bytes of HTTP request bodies held at the same time until they are decoded, and of gRPC messages until they "
-        "are answered, each by themselves; further ones are refused with a retryable error.",
-    ] = 64 << 20
     max_media_bytes_in_flight: Annotated[
         Count,
         "Bytes of images, decoded, that requests in work hold at the same time, and of one request at most; further "
@@ -362,8 +356,6 @@ class GatewaySettings(PublicSettings, frozen=True, kw_only=True):
             )
         if self.hold_connections is not None and parse(self.http_listen).path:
             raise ValueError("--hold-connections needs an --http-listen of TCP, such as 127.0.0.1:8000")
-        if self.max_body_bytes_in_flight < self.max_body_bytes:
-            raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
         if self.max_audio_bytes_in_flight < self.max_audio_bytes:
             raise ValueError("--max-audio-bytes-in-flight must be at least --max-audio-bytes")
         if (self.operator_tls_cert is None) != (self.operator_tls_key is None):
@@ -415,8 +407,3 @@ class GatewaySettings(PublicSettings, frozen=True, kw_only=True):
         if self.tls_ca is None or self.operator_tls_cert is None or self.operator_tls_key is None:
             return None
         return CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key, "operator_tls_cert")
-
-    @property
-    def max_message_bytes(self) -> int:
-        """The limit is the same over HTTP and gRPC."""
-        return self.max_body_bytes

@@ -1,12 +1,18 @@
-"""Limits of a process and of its servers: file descriptors, connections and calls. As many descriptors as the system
-allows, with some kept for the mesh's own links and files."""
+"""Limits of a process and of its servers: file descriptors, connections, calls, and fields of messages. As many
+descriptors as the system allows, with some kept for the mesh's own links and files."""
 
 import logging
 import resource
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from tokenloom.process.fall_backs import OF_PROCESS
-from tokenloom.request.errors import FailedPrecondition
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:  # the help of a command needs settings only
+    from google.protobuf.descriptor import Descriptor
+    from google.protobuf.message import Message
 
 HANDSHAKE_SECONDS = 10.0
 """How long a connection may take until it speaks HTTP/2."""
@@ -98,3 +104,76 @@ def for_clients(wanted: int, num_edges: int = 1) -> int:
     # Connections of clients cost descriptors, and a gateway that has none left can neither reach its peers nor refuse.
     available = limit - max(MIN_RESERVED, int(limit * RESERVED_SHARE))
     return max(1, min(wanted, available // num_edges))
+
+
+LARGE_BYTES = 128 << 10
+"""Smaller messages are decoded without being counted."""
+MAX_FIELDS = 1 << 15
+"""Limits the fields of a large message, nested ones included; a packed list of token ids is one field."""
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+M = TypeVar("M", bound="Message")
+
+
+def decoded(kind: type[M], data: bytes) -> M:
+    """Return a client's message. An empty element takes two bytes on the wire, and a hundred in memory, so that a large
+    one is counted before. Raises ``InvalidArgument`` and ``DecodeError``."""
+    if len(data) > LARGE_BYTES:
+        check_fields(data, cast("Descriptor", kind.DESCRIPTOR))
+    return kind.FromString(data)
+
+
+def check_fields(data: bytes, descriptor: "Descriptor") -> None:
+    """Raise ``InvalidArgument`` for a message with too many fields, or with groups, which have no length.
+
+    Returns early for a message that cannot be decoded.
+    """
+    count = 0
+    # A list and not recursion: the depth of nesting is the sender's choice.
+    ranges = [(_nested(descriptor), 0, len(data))]  # bounded by the count
+    try:
+        while ranges:
+            nested, at, end = ranges.pop()
+            while at < end:
+                count += 1
+                if count > MAX_FIELDS:
+                    raise InvalidArgument(f"the message has more than {MAX_FIELDS} fields; split the request")
+                key, at = _varint(data, at)
+                if key & 7 != _BYTES:
+                    at = _after_number(data, at, key & 7)
+                    continue
+                size, at = _varint(data, at)
+                if (child := nested.get(key >> 3)) is not None:
+                    ranges.append((_nested(child), at, min(at + size, end)))
+                at += size
+    except IndexError:
+        return
+
+
+def _after_number(data: bytes, at: int, kind: int) -> int:
+    """Return where a field that is no text and no message ends."""
+    if kind == _VARINT:
+        return _varint(data, at)[1]
+    if kind in (_FIXED64, _FIXED32):
+        return at + (8 if kind == _FIXED64 else 4)
+    raise InvalidArgument("the message has a group, which no method takes")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number of at most ten bytes, and where it ends."""
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    while byte >= 0x80 and shift < 70:
+        at += 1
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return value, at + 1
+
+
+@cache  # once for each message type
+def _nested(descriptor: "Descriptor") -> "dict[int, Descriptor]":
+    """Return the types of the fields that are messages, by number."""
+    return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}

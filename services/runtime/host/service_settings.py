@@ -217,17 +217,30 @@ class PublicSettings(ServiceSettings, frozen=True, kw_only=True):
 
     public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
     public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
+    max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
+    max_body_bytes_in_flight: Annotated[
+        Count,
+        "Bytes of HTTP request bodies held at the same time until they are decoded, and of gRPC messages until they "
+        "are answered, each by themselves; further ones are refused with a retryable error.",
+    ] = 64 << 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
 
     @property
     def public_certificate(self) -> CertificateFiles | None:
         if self.public_tls_cert is None or self.public_tls_key is None:
             return None
         return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The limit is the same over HTTP and gRPC."""
+        return self.max_body_bytes
 
 
 class _Parser(argparse.ArgumentParser):

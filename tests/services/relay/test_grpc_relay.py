@@ -15,7 +15,7 @@ from tests.tokenloom.client.fake_gateway import TEXT, FakeGateway, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.relay import grpc_relay as grpc_relay_module
 from tokenloom.services.relay.grpc_relay import GrpcRelay
-from tokenloom.services.runtime.host import servicer_edge
+from tokenloom.services.runtime.host import limits, servicer_edge
 from tokenloom.services.runtime.host.listener import bind
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
@@ -34,10 +34,10 @@ def channel_to(directory: Path) -> Any:
 
 
 @asynccontextmanager
-async def relayed(directory: Path, *gateways: str) -> AsyncIterator[tuple[Any, GrpcRelay]]:
+async def relayed(directory: Path, *gateways: str, max_bytes: int = 1 << 26) -> AsyncIterator[tuple[Any, GrpcRelay]]:
     """A stub as a client makes it, and the relay that it is connected to."""
     address = f"unix:{directory}/relay"
-    grpc_relay = GrpcRelay(gateways)
+    grpc_relay = GrpcRelay(gateways, max_bytes)
     server = grpc.aio.server(maximum_concurrent_rpcs=grpc_relay_module.MOST_CALLS)
     server.add_generic_rpc_handlers((grpc_relay,))
     bind(server, address, None, insecure=False)
@@ -268,11 +268,8 @@ async def _write(call: Any, num_mebibytes: int) -> None:
         await call.write(bytes(1 << 20))
 
 
-async def test_a_sound_is_heard_again_where_its_gateway_is_lost_before_a_text(
-    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sound_is_heard_again_where_its_gateway_is_lost_before_a_text(socket_dir: Path) -> None:
     """Whatever of it has arrived; the rest comes from the client. Without room for it the call ends."""
-    monkeypatch.setattr(grpc_relay_module, "_MOST_KEPT_BYTES", 64)
 
     class Gateway(FakeGateway):
         async def Transcribe(self, requests: Any, context: Any) -> None:  # type: ignore[override]
@@ -293,7 +290,7 @@ async def test_a_sound_is_heard_again_where_its_gateway_is_lost_before_a_text(
             asyncio.timeout(LIMIT),
             Gateway(FakeMesh(), directory / "a") as first,
             Gateway(FakeMesh(), directory / "b") as second,
-            relayed(directory, first.address, second.address) as (stub, grpc_relay),
+            relayed(directory, first.address, second.address, max_bytes=64) as (stub, grpc_relay),
         ):
             first.lost_after = 1 + size  # type: ignore[attr-defined]
             call = stub.Transcribe()
@@ -421,15 +418,12 @@ async def test_a_client_that_says_nothing_does_not_keep_a_call(
 
 
 @pytest.mark.parametrize("method", [GENERATE, SESSION, INFER, VLLM, EMBED])
-async def test_messages_that_are_not_answered_are_bounded(
-    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    monkeypatch.setattr(grpc_relay_module, "_MOST_KEPT_BYTES", 64)
+async def test_messages_that_are_not_answered_are_bounded(socket_dir: Path, method: str) -> None:
     request = pb.GenerateRequest(text="a" * 40).SerializeToString()
     async with (
         asyncio.timeout(LIMIT),
         FakeGateway(FakeMesh(), socket_dir / "a", stops_at=1) as gateway,
-        relayed(socket_dir, gateway.address) as (stub, grpc_relay),
+        relayed(socket_dir, gateway.address, max_bytes=64) as (stub, grpc_relay),
         channel_to(socket_dir) as channel,
     ):
         first = stub.Generate(pb.GenerateRequest(text="a" * 40))
@@ -442,6 +436,23 @@ async def test_messages_that_are_not_answered_are_bounded(
         while grpc_relay.num_open:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert not grpc_relay._room.taken
+
+
+@pytest.mark.parametrize("method", [GENERATE, SESSION, INFER])
+async def test_messages_that_would_take_much_memory_are_refused(socket_dir: Path, method: str) -> None:
+    """As by a gateway: 8 MiB of empty elements take up to 350 MiB once they are decoded."""
+    empty = pb.GenerateRequest(sampling_params=types_pb2.SamplingParams()).SerializeToString()
+    field = kserve_pb2.ModelInferRequest(raw_input_contents=[b""]).SerializeToString() if method == INFER else empty
+    async with (
+        asyncio.timeout(LIMIT),
+        FakeGateway(FakeMesh(), socket_dir / "a") as gateway,
+        relayed(socket_dir, gateway.address),
+        channel_to(socket_dir) as channel,
+    ):
+        call = channel.stream_stream(method)()
+        await call.write(field * limits.LARGE_BYTES)
+        code, details, _ = await _failure(call)
+        assert (code, "split the request" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 async def test_calls_that_watch_the_health_leave_room_for_others(

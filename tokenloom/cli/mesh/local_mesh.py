@@ -186,6 +186,12 @@ def relay(
     public_tls_key: Annotated[
         Path | None, typer.Option("--public-tls-key", "--tls-key", help="PEM file with its key.")
     ] = None,
+    max_body_bytes: Annotated[
+        int | None, typer.Option(help="Largest message over gRPC; by default 8 MiB, as at gateways.")
+    ] = None,
+    max_body_bytes_in_flight: Annotated[
+        int | None, typer.Option(help="Bytes of messages until they are answered; by default 64 MiB.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let other machines reach --grpc-listen without a certificate.")
     ] = False,
@@ -207,6 +213,8 @@ def relay(
         "http_gateways": http_gateways,
         "public_tls_cert": public_tls_cert,
         "public_tls_key": public_tls_key,
+        "max_body_bytes": max_body_bytes,
+        "max_body_bytes_in_flight": max_body_bytes_in_flight,
         "insecure": insecure,
         "metrics_listen": metrics_listen,
         "health_listen": health_listen,

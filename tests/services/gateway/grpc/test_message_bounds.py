@@ -7,8 +7,8 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
-from tokenloom.services.gateway.grpc.message_bounds import MAX_FIELDS, check_fields
+from tokenloom.services.gateway.grpc import chat_prompt
+from tokenloom.services.runtime.host.limits import LARGE_BYTES, MAX_FIELDS, check_fields
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2
@@ -77,4 +77,4 @@ async def test_the_gateway_refuses_them(mesh: FakeMesh) -> None:
                 await call
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert words in (caught.value.details() or "")
-    assert message_bounds.LARGE_BYTES < SIZE
+    assert LARGE_BYTES < SIZE

@@ -388,6 +388,8 @@ class GrammarCompiler:
                 running.process = successor
                 if running.is_dropped:  # meanwhile: the signal went to the one that died
                     raise CompilerDied("no request waits for the grammar any more")
+        if died.was_stopped:
+            raise CompilerUnavailable("the machine stops the processes that compile grammars; retry later")
         raise CompilerKiller(f"{MAX_DEATHS} processes ended while they compiled the grammar")
 
     def _take_process(self) -> CompilerProcess:

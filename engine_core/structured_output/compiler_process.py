@@ -83,6 +83,8 @@ class CompilerProcess:
         Raises ``GrammarError`` if the backend is not there or does not suit the model, ``CompilerUnavailable`` if the
         process does not start, or cannot load the backend at present.
         """
+        self.was_stopped = False
+        """Whether it was stopped while it owed a reply, and ended for that: no constraint is the cause."""
         # Its errors are in its replies; a library that aborts without memory must not write into the engine's log.
         try:
             self._process = subprocess.Popen(
@@ -143,6 +145,7 @@ class CompilerProcess:
         while len(data) < size:
             if not readable.poll(_LOOK_MILLISECONDS):
                 if is_stopped(self._process.pid):
+                    self.was_stopped = True
                     self._process.kill()
             elif piece := os.read(fd, size - len(data)):
                 data += piece

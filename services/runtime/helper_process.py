@@ -32,6 +32,8 @@ class HelperProcess:
     ) -> None:
         self.reader = reader
         """It is at its end as soon as the process is."""
+        self.was_stopped = False
+        """Whether it was stopped while it owed an answer, and ended for that: its message is no cause of it."""
         self._process = process
         self._pipe = pipe  # under the streams
         self._writer = writer
@@ -93,6 +95,7 @@ class HelperProcess:
 
     def _look(self) -> None:
         if is_stopped(self._process.pid):
+            self.was_stopped = True
             self._process.kill()
         else:
             self._looks = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
@@ -121,8 +124,10 @@ class HelperPool:
         """Return the answer to a message. ``files``: as :meth:`HelperProcess.talk` has them.
 
         Raises ``ResourceExhausted`` for one that takes too much memory, ``DeadlineExceeded`` for one that takes too
-        much processor time, ``Unavailable`` when no process starts, and ``Internal`` after the ends of several.
+        much processor time, ``Unavailable`` when no process starts or the last one was stopped, and ``Internal`` after
+        the ends of several.
         """
+        was_stopped = False
         for _ in range(_MAX_DEATHS):
             process = await self._idle.get()
             kept: HelperProcess | None = None
@@ -140,6 +145,7 @@ class HelperPool:
                 # After any failure, cancellation included, it may be in the middle of a call, so it is given up.
                 self._idle.put_nowait(kept)
                 if process is not None and kept is None:
+                    was_stopped = process.was_stopped
                     status = await process.kill()
             if kept is not None:
                 return data
@@ -147,6 +153,8 @@ class HelperPool:
                 raise errors.ResourceExhausted(f"It takes too much memory to {self._what}.", retry_after=None)
             if status == -signal.SIGPROF:
                 raise errors.DeadlineExceeded(f"It takes too much processor time to {self._what}.")
+        if was_stopped:
+            raise errors.Unavailable(f"The machine stops the processes that are to {self._what}; retry.")
         raise errors.Internal(f"{_MAX_DEATHS} processes ended that were to {self._what}")
 
     async def start(self) -> None:

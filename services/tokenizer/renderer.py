@@ -127,7 +127,8 @@ class Renderer:
             if worker is not None and kept is None:
                 status = await worker.kill()
         if reply is None:
-            return await self._again(job, status, num_deaths + 1)
+            was_stopped = worker is not None and worker.was_stopped
+            return await self._again(job, status, num_deaths + 1, was_stopped)
         if "refused" in reply:
             raise errors.InvalidArgument(reply["refused"], "messages")
         if "too_long" in reply:
@@ -143,7 +144,7 @@ class Renderer:
         except errors.InvalidArgument as error:  # the template was right when the service started: it is no client's
             raise errors.Unavailable("The process that renders chat templates does not start.") from error
 
-    async def _again(self, job: RenderJob, status: int, num_deaths: int) -> Rendered:
+    async def _again(self, job: RenderJob, status: int, num_deaths: int, was_stopped: bool) -> Rendered:
         """Render a conversation in another worker after one has ended. Raises, as :meth:`render`, what the conversation
         itself, or the machine, has done to it."""
         if status == -signal.SIGPROF:
@@ -157,6 +158,8 @@ class Renderer:
             raise errors.ResourceExhausted("Rendering the conversation took too much memory.", retry_after=None)
         if status == -signal.SIGALRM:
             raise errors.Unavailable("The machine is too busy to render the conversation; retry.")
+        if num_deaths == MAX_DEATHS and was_stopped:
+            raise errors.Unavailable("The machine stops the processes that are to render the conversation; retry.")
         if num_deaths == MAX_DEATHS:
             raise errors.Internal(f"{num_deaths} processes ended while they rendered the conversation")
         return await self.render(job, num_deaths)

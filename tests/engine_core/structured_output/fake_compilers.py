@@ -23,6 +23,7 @@ class FakeProcess(CompilerProcess):
     def __init__(self, fakes: "FakeCompilers") -> None:
         self._fakes = fakes
         self._alive = True
+        self.was_stopped = fakes.stops
 
     def prepare(self, constraint: StructuredOutput) -> str:
         return self._fakes.prepare(self, constraint)
@@ -48,6 +49,8 @@ class FakeCompilers:
         self.now = 0.0
         self.num_started = 0
         self.may_start = True
+        self.stops = False
+        """Whether processes that die have been stopped."""
         self.begun: list[str] = []
         """All compiles so far, by their regular expressions."""
         self.running: dict[str, FakeProcess] = {}

@@ -209,6 +209,16 @@ def test_a_constraint_of_which_processes_die_again_and_again_is_given_up(
     assert compile_(compiler, "a").result(SOON)  # that was no verdict
 
 
+def test_a_machine_that_stops_processes_is_no_fault_of_the_constraint(
+    fakes: FakeCompilers, compiler: GrammarCompiler
+) -> None:
+    fakes.release("a")
+    fakes.stops, fakes.deaths["a"] = True, MAX_DEATHS
+    with pytest.raises(CompilerUnavailable, match="stops the processes") as failure:
+        compile_(compiler, "a").result(SOON)
+    assert not isinstance(failure.value, CompilerKiller), "the request goes on at another engine"
+
+
 def test_a_refusal_is_kept(fakes: FakeCompilers, compiler: GrammarCompiler) -> None:
     fakes.release("a")
     fakes.failures["a"] = GrammarError("it takes more than 2 s of processor time to compile")

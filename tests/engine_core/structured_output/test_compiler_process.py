@@ -88,6 +88,7 @@ def test_a_stopped_process_is_ended_when_it_owes_an_answer(process: CompilerProc
     assert not process.is_alive
     with pytest.raises(CompilerDied, match="was ended; retry"):
         process.prepare(json_schema(PERSON))
+    assert process.was_stopped
 
 
 def test_a_tokenizer_that_changed_is_no_fault_of_a_constraint() -> None:

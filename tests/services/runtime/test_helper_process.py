@@ -22,7 +22,7 @@ class Scripted:
     def __init__(self, status: int | None = None, error: type[Exception] = ConnectionResetError) -> None:
         self.reader = asyncio.StreamReader()
         self.status, self._error = status, error
-        self.was_killed = False
+        self.was_killed = self.was_stopped = False
 
     async def talk(self, request: bytes, seconds: float, files: Sequence[int] = ()) -> bytes:
         if self.status is not None:
@@ -77,6 +77,20 @@ async def test_how_a_process_ends_says_whose_fault_it_was(
         await pool.run(b"a")
     assert len(started) == num_started
     assert all(each.was_killed for each in started)
+
+
+async def test_a_machine_that_stops_processes_is_no_fault_of_the_message() -> None:
+    """Where every process stood still again and again, a long text counted as one that ends processes."""
+
+    def stopped() -> Scripted:
+        process = Scripted(-signal.SIGKILL)
+        process.was_stopped = True
+        return process
+
+    pool, started = pool_of(stopped)
+    with pytest.raises(errors.Unavailable, match="stops the processes that are to do it"):
+        await pool.run(b"a")
+    assert len(started) == 3
 
 
 async def test_a_machine_that_is_too_busy_is_no_ones_fault() -> None:

@@ -134,6 +134,7 @@ class Mortal(RenderProcess):
     """A worker that ends with a status at each job."""
 
     status = -signal.SIGKILL
+    was_stopped = False
     num_started = 0
 
     @classmethod
@@ -170,6 +171,15 @@ async def test_only_its_own_limits_are_the_conversations_fault(
     with pytest.raises(error):
         await Renderer(OBEDIENT, {}, num_workers=1, seconds=5, start_worker=Worker.start).render(job("fine"))
     assert Worker.num_started == num_started
+
+
+async def test_a_machine_that_stops_workers_is_no_fault_of_the_conversation() -> None:
+    class Worker(Mortal):
+        was_stopped = True
+
+    with pytest.raises(errors.Unavailable, match="stops the processes that are to render"):
+        await Renderer(OBEDIENT, {}, num_workers=1, seconds=5, start_worker=Worker.start).render(job("fine"))
+    assert Worker.num_started == MAX_DEATHS
 
 
 @pytest.mark.parametrize(

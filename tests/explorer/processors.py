@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.output_processor.request.kept_requests import RETURNED_SECONDS
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.output_processor_pb2 import (
@@ -105,8 +106,12 @@ class Processor:
         if message.HasField("hello"):
             for run in self.runs:
                 if run.is_lost and run.is_live:
-                    self._end(run)  # the same gateway submits it again
+                    self._world.loop.create_task(self._expire(run), name=f"{self.name} waits for the gateway")
             call.send(ProcessFrame(hello=hello.make_hello(self.name, 1, fingerprint=FINGERPRINT)))
+        for each in message.moved:
+            run = self._by_id.get(each.request_id)
+            if run is not None and run.submit.tenant == each.tenant and run.is_lost and run.is_live:
+                self._end(run)
         for submit in message.submit:
             self._submit(call, submit)
         for resume in message.resume:
@@ -119,6 +124,12 @@ class Processor:
             run = self._by_id.get(each.request_id)
             if run is not None and run.submit.tenant == each.tenant:
                 self._end(run)
+
+    async def _expire(self, run: Run) -> None:
+        """End a request that its gateway, which is back, neither submits again nor asks for."""
+        await asyncio.sleep(RETURNED_SECONDS)
+        if run.is_lost and run.is_live:
+            self._end(run)
 
     def _submit(self, call: "_Call", submit: Submit) -> None:
         if submit.take_over and self._find(call, submit):

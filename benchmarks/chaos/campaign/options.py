@@ -32,7 +32,11 @@ class ChaosOptions(Struct, frozen=True):
         "A model's folder in place of the demo model. With one that reads images or sounds, encoders join the parts, "
         "and images or sounds the requests; those to a Whisper model are transcriptions, in the layout whole.",
     ] = ""
-    drafts: Annotated[_Limit, "Most drafts of a request in a step (--speculative-config, ngram); 0: none."] = 0
+    drafts: Annotated[
+        _Limit,
+        "Most drafts of a request in a step (--speculative-config, ngram); engines with the demo model compute bit by "
+        "bit as without drafts then (--batch-invariant). 0: none.",
+    ] = 0
     bfloat16: Annotated[
         bool, "Engines compute in bfloat16, and bit by bit the same in every batch (--batch-invariant)."
     ] = False

@@ -159,8 +159,9 @@ class KeptRequests(Generic[R]):
         """Note a gateway's stream. Requests that this incarnation lost have :data:`RETURNED_SECONDS` from now on: it
         submits them again, here or elsewhere, or asks for them if it had resumed them."""
         self._connected[peer] = self._connected.get(peer, 0) + 1
+        now = asyncio.get_running_loop().time()
         for request, lost_by, timer, until in list(self._lost.values()):
-            if lost_by == peer:
+            if lost_by == peer and now < until:  # after that, one that comes and goes prolongs nothing
                 timer.cancel()
                 self._keep(request, peer, min(self._seconds, RETURNED_SECONDS), until)
 
@@ -424,7 +425,8 @@ class CopiedRequests:
     def connect(self, peer: Peer) -> None:
         """Keep the copies of a gateway that is back for :data:`RETURNED_SECONDS`: it sends those of the requests that
         it still has."""
-        self._expire_soon([copy for copy in self._all() if copy.lost_by == peer])
+        now = asyncio.get_running_loop().time()
+        self._expire_soon([copy for copy in self._all() if copy.lost_by == peer and now < copy.kept_until])
 
     def lose(self, stream: object, peer: Peer) -> None:
         """Note that the stream of a gateway has ended. Its copies may be used from now on, for a while. Those of an

@@ -190,6 +190,25 @@ async def test_a_gateway_that_is_lost_again_has_its_first_time(kept: KeptRequest
     assert request.log == ["cancelled"], "however often it comes and goes"
 
 
+async def test_a_gateway_that_comes_and_goes_prolongs_nothing_without_end(kept: KeptRequests[FakeRequest]) -> None:
+    """What it had lost, and its copies, lived for as long as its link broke every few seconds."""
+    copies, outcomes = copies_with_room(4)
+    stream, request = object(), begun(kept)
+    copies.receive(stream, copy_of("a", "someone"))
+    copies.lose(stream, PEER)
+    kept.lose(request, PEER)
+    for second in range(0, int(SECONDS + RETURNED_SECONDS) + 2, 2):
+        assert second > SECONDS or (request.log, copies.num_copies) == ([], 1)
+        kept.connect(PEER)
+        copies.connect(PEER)
+        for _ in range(10):
+            pass_time(0.2)
+            await settle()
+        kept.disconnect(PEER)
+        copies.lose(object(), PEER)
+    assert (request.log, outcomes) == (["cancelled"], ["expired"])
+
+
 async def test_what_was_sent_again_before_the_loss_was_noticed_stays_known(kept: KeptRequests[FakeRequest]) -> None:
     """It ran on the new stream of its gateway, and no call found it when the old one had ended."""
     first = begun(kept)

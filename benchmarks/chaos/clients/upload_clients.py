@@ -42,10 +42,10 @@ class BatchClient:
         call = _Calls(self._gateways[exchange.gateway], exchange)
         file = await call.upload(self._file(exchange.case.options["lines"]))
         fields = {"input_file_id": file["id"], "endpoint": _URL, "completion_window": "24h"}
-        batch = await call.ask("POST", "/v1/batches", fields)
+        batch = _batch(await call.ask("POST", "/v1/batches", fields))
         while batch["status"] not in _ENDED:
             await asyncio.sleep(_POLL_SECONDS)
-            batch = await call.ask("GET", f"/v1/batches/{batch['id']}")
+            batch = _batch(await call.ask("GET", f"/v1/batches/{batch['id']}"))
         if batch["status"] != "completed" or batch["error_file_id"] is not None:
             raise failure.typed(f"batch {batch['status']}", json.dumps(batch))
         results = await call.raw("GET", f"/v1/files/{batch['output_file_id']}/content")
@@ -69,6 +69,13 @@ class BatchClient:
         ]
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
         return form_of({"purpose": "batch"}, "lines.jsonl", data)
+
+
+def _batch(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an answer that is a batch. Raises ``RequestFailed`` for any other."""
+    if answer.get("object") != "batch":
+        raise failure.typed("no batch", json.dumps(answer))
+    return answer
 
 
 class TranscriptClient:

@@ -18,7 +18,9 @@ from ..failures import reported
 from ..model_directory import model_directory
 from ..options import built
 from .prechecks import check_host, check_models, warn_of_variables, with_standby
-from .serve_options import service_arguments, service_flags
+from .serve_options import OFFERS, service_arguments, service_flags
+
+_CERTIFICATE = ("public_tls_cert", "public_tls_key")
 
 
 def serve_model(
@@ -113,6 +115,9 @@ def _mesh_options(
         raise typer.BadParameter("is of relays, and there are none; set --relays 1", param_hint="--relay-port")
     if "public_tls_cert" in values and has_relays:  # they present it, and gateways serve plain text behind them
         flags["gateway"] = tuple(each for each in flags["gateway"] if not each.startswith("--public-tls-"))
+        # A variable of one service reaches no other one: as the supervisor's, gateways would present the certificate.
+        own = {OFFERS[name].option.variable: str(values[name]) for name in _CERTIFICATE if name in values}
+        environment.setdefault("relay", {}).update(own)
     elif "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
         flags["gateway"] += ("--health-listen=127.0.0.1:0",)
     flags = {service: (*in_file.get(service, ()), *flags.get(service, ())) for service in {*flags, *in_file}}

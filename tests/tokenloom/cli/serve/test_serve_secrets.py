@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
+from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.ports import GatewayPorts
 
@@ -37,3 +38,25 @@ def test_keys_reach_the_gateway_only_and_no_command_line(
     for part in parts:
         assert variable in part.withheld
         assert not any(SECRET in argument for argument in part.command)
+
+
+@pytest.mark.parametrize("where", ["flag", "variable"])
+def test_only_relays_present_the_certificate_in_front_of_gateways(
+    started: list[MeshOptions], tmp_path: Path, where: str
+) -> None:
+    """Gateways inherited the variable, and relays called them in plain text."""
+    make_certificates(tmp_path, days=30)
+    given = {"public-tls-cert": str(tmp_path / "gateway.crt"), "public-tls-key": str(tmp_path / "gateway.key")}
+    arguments, environment = ["serve", "--relays", "1"], {}
+    if where == "flag":
+        arguments += [f"--{name}={value}" for name, value in given.items()]
+    else:
+        environment = {f"TOKENLOOM_{name.upper().replace('-', '_')}": value for name, value in given.items()}
+    result = CliRunner().invoke(app, arguments, env=environment)
+    assert result.exit_code == 0, result.output
+    relays = [GatewayPorts(8443, 9443)]
+    parts = parts_of(started[0], tmp_path, [GatewayPorts(8000, 9000)], relays)
+    assert {part.service for part in parts if "TOKENLOOM_PUBLIC_TLS_CERT" in part.environment} == {"relay"}
+    assert all("TOKENLOOM_PUBLIC_TLS_CERT" in part.withheld for part in parts)
+    presenting = {part.service for part in parts if any("--public-tls-cert" in word for word in part.command)}
+    assert presenting == {"relay"}

@@ -67,6 +67,8 @@ def program_shape(
     rows, (warps, stages) = (64, _WARPS_AND_STAGES.get(generation, (4, 3))) if padded_head > 128 else (128, (8, 3))
     if generation == 8 and padded_head == 128:
         tile = 32  # an A100 spills 40 bytes a thread with 64 keys
+    if generation == 10 and padded_head <= 64:
+        warps = 4  # with 8 a B200 spills 16 bytes a thread where a layer has a window
     # At least one query with all of its heads: a program of fewer rows than these would compute none.
     return ProgramShape(power_of_2(group, rows), tile, warps, stages)
 

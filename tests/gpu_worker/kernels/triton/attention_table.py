@@ -90,6 +90,7 @@ VARIANTS = {
     "prompts, softcap": Variant(PROMPT, rule={"softcap": 50.0}),
     "prompts, sinks and window": Variant(PROMPT, rule={"sliding_window": 128, **SINKS}),
     "prompts, heads of 64": Variant(PROMPT, head=64),
+    "prompts, heads of 64, sinks and window": Variant(PROMPT, head=64, rule={"sliding_window": 128, **SINKS}),
     "prompts, heads of 256": Variant(PROMPT, WIDE, 256),
     "prompts, fp8 KV": Variant(PROMPT, kv_dtype=FP8),
     "keys that decodes share": Variant(None, kernel="attend_shared"),

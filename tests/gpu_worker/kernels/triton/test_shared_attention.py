@@ -165,13 +165,16 @@ def test_the_room_suffices_and_every_key_is_read_once():
             assert not shares[alone].any()
 
 
-@pytest.mark.parametrize(("capability", "chosen"), [((8, 0), (8, 2)), ((9, 0), (4, 3)), ((10, 0), (4, 3))])
-def test_a_gpu_has_the_warps_and_stages_with_which_it_does_not_spill(monkeypatch, capability, chosen):
+@pytest.mark.parametrize(
+    ("capability", "chosen", "narrow"), [((8, 0), (8, 2), 8), ((9, 0), (4, 3), 8), ((10, 0), (4, 3), 4)]
+)
+def test_a_gpu_has_the_warps_and_stages_with_which_it_does_not_spill(monkeypatch, capability, chosen, narrow):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     backend = TritonBackend(shape(4, torch.bfloat16, 8, 256), 16, torch.device("cuda", 0))
     assert (backend.shape(512).warps, backend.shape(512).stages) == chosen
     assert backend.shared_shape.warps == 8
+    assert TritonBackend(shape(8, torch.bfloat16, 64, 64), 16, torch.device("cuda", 0)).shape(512).warps == narrow
 
 
 def test_shapes():

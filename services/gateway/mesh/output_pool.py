@@ -94,6 +94,7 @@ class OutputPool:
         self._held: dict[PendingRequest, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
         self._restoring: dict[PendingRequest, asyncio.Task[None]] = {}  # their files; bounded by the same
         self._spawn: Callable[..., asyncio.Task[None]] | None = None
+        self._left: asyncio.TimerHandle | None = None  # until it is looked whether what has moved has arrived
         self._withdrawn: dict[tuple[str, str], float] = {}  # with the time to go, which ascends; bounded
         self._sought: dict[PendingRequest, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
@@ -266,10 +267,7 @@ class OutputPool:
             if held.debt.is_back():
                 timer.cancel()
                 self._ask_again(held)
-        for stream in filter(None, [link.stream for link in self._links]):
-            for request in stream.slots.values():
-                if request.left_at:
-                    self._end_left(request)
+        self._end_left()
         self._forget_withdrawn(MAX_WITHDRAWN)
         for request_id, tenant in self._withdrawn:
             self._withdraw_at_all(request_id, tenant)
@@ -534,19 +532,31 @@ class OutputPool:
                     if request.withdraw is not None:  # otherwise it has only waited
                         self._count_moved()
                     stream.submit(request, again=True)
-                    if request.left_at:
-                        self._end_left(request)
+                    if request.left_at and self._left is None:
+                        self._left = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_left)
                 num_placed += 1
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    def _end_left(self, request: PendingRequest) -> None:
-        """Let output processors that are connected again end what they still run of a request that another one has."""
-        for link in self._links:
-            if link.address in request.left_at and (stream := link.stream) is not None:
-                request.left_at.discard(link.address)
-                if stream is not request.runner:  # which ends it itself
-                    stream.moved(request)
+    def _end_left(self) -> None:
+        """Let output processors that are connected again end what they still run of requests that another one has."""
+        if self._left is not None:
+            self._left.cancel()
+        streams = {link.address: link.stream for link in self._links if link.stream is not None}
+        waits = False
+        for runner in streams.values():
+            for request in runner.slots.values():
+                if request.left_at.isdisjoint(streams):
+                    continue
+                # Until output comes it may not have arrived there, and what was left may be all there is of it.
+                if not request.has_progressed:
+                    waits = True
+                    continue
+                for address in request.left_at & streams.keys():
+                    request.left_at.discard(address)
+                    if streams[address] is not runner:  # which ends it itself
+                        streams[address].moved(request)
+        self._left = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_left) if waits else None
 
     def _is_connected(self, address: str) -> bool:
         return any(link.address == address and link.stream is not None for link in self._links)

@@ -307,7 +307,7 @@ class PendingRequest:
         self.is_accepted = True
         if address and self._submit is not None and self._submit.fingerprint:  # otherwise it ends with its stream
             self.left_at.add(address)
-        made_progress = self._num_tokens() > self._num_tokens_sent
+        made_progress = self.has_progressed
         self.debt.failed(cause, made_progress=made_progress, is_back=is_back)
         self._num_wrong = was_wrong if made_progress else self._num_wrong + was_wrong
         if made_progress:
@@ -328,7 +328,7 @@ class PendingRequest:
     def lost_media(self, error: errors.TokenloomError) -> bool:
         """Note that the encoders do not have its files any more. Returns whether :meth:`restore` may bring them back;
         otherwise it has ended."""
-        made_progress = self._num_tokens() > self._num_tokens_sent
+        made_progress = self.has_progressed
         self._num_media_losses = 1 if made_progress else self._num_media_losses + 1
         self.is_accepted = True
         self.debt.failed(Cause.SILENT, made_progress=made_progress)
@@ -399,6 +399,11 @@ class PendingRequest:
     def _forget_unless_kept(self) -> None:
         if self._kept is None:
             self._submit = None
+
+    @property
+    def has_progressed(self) -> bool:
+        """Return whether output has come since it was sent to the output processor that has it, or had it last."""
+        return self._num_tokens() > self._num_tokens_sent
 
     def _num_tokens(self) -> int:
         return sum(self.collector.num_tokens(self.first_index + sample) for sample in range(self.num_samples))

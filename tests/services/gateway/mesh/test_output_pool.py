@@ -286,6 +286,13 @@ class Silences:
         stream = self.links[number].stream
         return 0 if stream is None else len(stream.slots)
 
+    def answer(self, number: int) -> None:
+        """Let the request of an output processor have its first token."""
+        stream = self.links[number].stream
+        assert stream is not None
+        (request,) = stream.slots.values()
+        request.collector.put(0, "x", 0, [5])
+
 
 async def test_requests_of_one_that_was_silent_need_no_budget_once_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a whole mesh was starved twice within seconds, ten of them went on at once and then one each second. Calls
@@ -329,6 +336,7 @@ async def test_an_output_processor_that_is_back_ends_what_has_moved(monkeypatch:
     silences.connect(1)
     await silences.lose(0)
     assert silences.num_sent(1) == 1
+    silences.answer(1)
     silences.connect(0)
     assert moved(silences.links[0]) == ["a"]
     await silences.lose(0)
@@ -345,8 +353,15 @@ async def test_what_moves_after_the_return_ends_too_but_where_it_runs(monkeypatc
     silences.connect(1)
     await settle()
     silences.connect(0)
+    pass_time(RETRY_SECONDS)
+    await settle()
+    assert moved(silences.links[0]) == [], "it may never arrive where it was sent, and is not lost then"
+    silences.answer(1)
+    pass_time(RETRY_SECONDS)
+    await settle()
     assert (silences.num_sent(1), moved(silences.links[1])) == (1, [])
     assert moved(silences.links[0]) == ["a"]
+    assert silences.pool._left is None, "nothing is looked for any more"
     silences.placing.cancel()
 
 

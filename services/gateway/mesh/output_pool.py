@@ -94,7 +94,8 @@ class OutputPool:
         self._held: dict[PendingRequest, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
         self._restoring: dict[PendingRequest, asyncio.Task[None]] = {}  # their files; bounded by the same
         self._spawn: Callable[..., asyncio.Task[None]] | None = None
-        self._left: asyncio.TimerHandle | None = None  # until it is looked whether what has moved has arrived
+        self._left = set[PendingRequest]()  # that may run where they were lost, too; bounded by the same
+        self._left_timer: asyncio.TimerHandle | None = None  # until it is looked whether they have arrived elsewhere
         self._withdrawn: dict[tuple[str, str], float] = {}  # with the time to go, which ascends; bounded
         self._sought: dict[PendingRequest, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
@@ -507,6 +508,7 @@ class OutputPool:
         for timers in (self._sought, self._held):
             if (timer := timers.pop(request, None)) is not None:
                 timer.cancel()
+        self._left.discard(request)  # a call of another gateway may still want what was left
         if self._copies is not None:
             self._copies.end(request)
         request.cancel()
@@ -532,31 +534,35 @@ class OutputPool:
                     if request.withdraw is not None:  # otherwise it has only waited
                         self._count_moved()
                     stream.submit(request, again=True)
-                    if request.left_at and self._left is None:
-                        self._left = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_left)
+                    if request.left_at:
+                        self._left.add(request)
+                        self._look_at_left_later()
                 num_placed += 1
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
     def _end_left(self) -> None:
         """Let output processors that are connected again end what they still run of requests that another one has."""
-        if self._left is not None:
-            self._left.cancel()
-        streams = {link.address: link.stream for link in self._links if link.stream is not None}
-        waits = False
-        for runner in streams.values():
-            for request in runner.slots.values():
-                if request.left_at.isdisjoint(streams):
-                    continue
-                # Until output comes it may not have arrived there, and what was left may be all there is of it.
-                if not request.has_progressed:
-                    waits = True
-                    continue
-                for address in request.left_at & streams.keys():
-                    request.left_at.discard(address)
-                    if streams[address] is not runner:  # which ends it itself
-                        streams[address].moved(request)
-        self._left = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_left) if waits else None
+        if self._left_timer is not None:
+            self._left_timer.cancel()
+            self._left_timer = None
+        connected = {link.address: link.stream for link in self._links if link.stream is not None}
+        # Until output comes it may not have arrived there, and what was left may be all there is of it. Where the call
+        # has failed, another one may want that.
+        self._left = {each for each in self._left if not each.collector.failed}
+        for request in [each for each in self._left if each.has_progressed]:
+            for address in request.left_at & connected.keys():
+                request.left_at.discard(address)
+                if connected[address] is not request.runner:  # which ends it itself
+                    connected[address].moved(request)
+            if not request.left_at or not request.num_live:
+                self._left.discard(request)
+        if any(not each.left_at.isdisjoint(connected) for each in self._left):
+            self._look_at_left_later()
+
+    def _look_at_left_later(self) -> None:
+        if self._left_timer is None:
+            self._left_timer = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_left)
 
     def _is_connected(self, address: str) -> bool:
         return any(link.address == address and link.stream is not None for link in self._links)

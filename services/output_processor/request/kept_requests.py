@@ -19,9 +19,10 @@ RequestKey: TypeAlias = tuple[str, str]
 
 DRAIN_SECONDS = 5.0
 """Time that requests without a gateway have while the output processor drains: a client resumes within a second."""
-RETURNED_SECONDS = 5.0
-"""Time that a lost request, or a copy, has when its gateway is back: the gateway sends it again, or asks for it, but
-may be starved or killed before that. Ended at once, the request was unknown to all meanwhile."""
+RETURNED_SECONDS = 20.0
+"""Time that a lost request, or a copy, has when its gateway is back: the gateway sends it again, asks for it, or says
+that it has moved, but may be starved or killed before that. After 5 s a gateway that was stopped again and again still
+had some that waited to be sent, and the call of a client that had left it found them nowhere."""
 
 
 class RetainedRequest(Protocol):

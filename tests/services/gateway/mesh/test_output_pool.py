@@ -361,7 +361,7 @@ async def test_what_moves_after_the_return_ends_too_but_where_it_runs(monkeypatc
     await settle()
     assert (silences.num_sent(1), moved(silences.links[1])) == (1, [])
     assert moved(silences.links[0]) == ["a"]
-    assert silences.pool._left is None, "nothing is looked for any more"
+    assert not silences.pool._left, "nothing is looked for any more"
     silences.placing.cancel()
 
 
@@ -476,3 +476,16 @@ async def test_a_request_that_one_without_an_answer_may_have_is_not_lost(is_away
     await settle()
     with pytest.raises(Unavailable, match="retry"):
         asking.result()
+
+
+async def test_what_was_left_outlives_a_cancelled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    silences = Silences(monkeypatch, 1, request_id="a", fingerprint=b"body", prompt=Prompt(token_ids=[1]))
+    silences.connect(1)
+    await silences.lose(0)
+    silences.connect(0)
+    stream = silences.links[1].stream
+    assert stream is not None
+    (request,) = stream.slots.values()
+    silences.pool._cancel(request)
+    assert (moved(silences.links[0]), silences.pool._left) == ([], set()), "a call of another gateway may want it"
+    silences.placing.cancel()

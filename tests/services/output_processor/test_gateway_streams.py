@@ -32,6 +32,9 @@ class NoPlacer:
 
     at_once = ask
 
+    def is_open(self, *_: object) -> bool:
+        return False
+
     def is_shared(self, *_: object) -> bool:
         return False
 

@@ -201,6 +201,9 @@ class NoPlacer:
     def at_once(self, _: object) -> None:
         return None
 
+    def is_open(self, *_: object) -> bool:
+        return False
+
     def is_shared(self, *_: object) -> bool:
         return False
 

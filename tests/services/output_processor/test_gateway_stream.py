@@ -56,11 +56,20 @@ async def test_a_first_token_is_sent_before_the_tokens_of_others_become_text(mes
     gateway = await mesh.gateway()
     numbers = list(range(1, FEWEST_OTHERS + 3))
     stream, slots = await mesh.started(gateway, *map(submit, numbers))
+
+    async def frames(count: int) -> list[list[int]]:
+        """The slots of the next frames, which are several where the machine is busy."""
+        found: list[list[int]] = []
+        while sum(map(len, found)) < count:
+            found.append(list((await gateway.next_frame()).slot))
+        return found
+
     stream.send(*((slot, 0, [5]) for slot in slots[2:]))
-    assert list((await gateway.next_frame()).slot) == numbers[2:]
+    assert sum(await frames(len(slots) - 2), []) == numbers[2:]
     stream.send(*((slot, 0, [5]) for slot in slots[:2]), *((slot, 1, [7]) for slot in slots[2:]))
-    assert list((await gateway.next_frame()).slot) == numbers[:2]
-    assert list((await gateway.next_frame()).slot) == numbers[2:]
+    found = await frames(len(slots))
+    assert sum(found, []) == numbers
+    assert not any(numbers[1] in each and numbers[2] in each for each in found)
 
 
 async def test_a_first_token_is_sent_before_the_next_frame_becomes_text(mesh: Mesh) -> None:

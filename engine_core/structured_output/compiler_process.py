@@ -77,14 +77,15 @@ class Reply(msgspec.Struct, frozen=True):
 class CompilerProcess:
     """Starts the process and talks to it. Only one thread at a time may use it; any thread may call :meth:`end`."""
 
+    was_stopped = False
+    """Whether it was stopped while it owed a reply, and ended for that: no constraint is the cause."""
+
     def __init__(self, setup: Setup) -> None:
         """Start the process and wait until it is ready.
 
         Raises ``GrammarError`` if the backend is not there or does not suit the model, ``CompilerUnavailable`` if the
         process does not start, or cannot load the backend at present.
         """
-        self.was_stopped = False
-        """Whether it was stopped while it owed a reply, and ended for that: no constraint is the cause."""
         # Its errors are in its replies; a library that aborts without memory must not write into the engine's log.
         try:
             self._process = subprocess.Popen(

@@ -23,6 +23,9 @@ _MAX_DEATHS = 3
 class HelperProcess:
     """Runs one child process."""
 
+    was_stopped = False
+    """Whether it was stopped while it owed an answer, and ended for that: its message is no cause of it."""
+
     def __init__(
         self,
         process: "subprocess.Popen[bytes]",
@@ -32,8 +35,6 @@ class HelperProcess:
     ) -> None:
         self.reader = reader
         """It is at its end as soon as the process is."""
-        self.was_stopped = False
-        """Whether it was stopped while it owed an answer, and ended for that: its message is no cause of it."""
         self._process = process
         self._pipe = pipe  # under the streams
         self._writer = writer

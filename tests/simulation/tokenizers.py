@@ -44,6 +44,7 @@ class Helper(RenderProcess):
                 (message,) = json.loads(job["messages_json"])
                 reply = RenderReply(text=message["content"], masks={}, reasoning_start="UNSPECIFIED")
                 return msgspec.msgpack.encode(reply)
+            self.was_stopped = True
         raise ConnectionResetError
 
     async def kill(self) -> int:

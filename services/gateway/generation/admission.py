@@ -213,11 +213,14 @@ class RequestAdmission:
         """Outputs in work."""
         return self._shares.outputs.taken
 
-    def admit(self, request: GenerateRequest, timeout: float, *, most_at_once: int = 0) -> "AdmittedRequest":
+    def admit(
+        self, request: GenerateRequest, timeout: float, *, most_at_once: int = 0, was_accepted: bool = False
+    ) -> "AdmittedRequest":
         """Return the admitted request, which holds its part of the tenant's share until it is closed.
 
         ``timeout``: seconds that the request may take. ``most_at_once``: outputs that are in work at the same time, for
-        a request whose prompts take turns; a tenant with a lower limit has fewer; 0: all.
+        a request whose prompts take turns; a tenant with a lower limit has fewer; 0: all. ``was_accepted``: by another
+        gateway, which was lost, so that it is not refused because the mesh is busy.
 
         Raises ``Unavailable`` while the gateway drains, ``ResourceExhausted`` when the request would wait for too long,
         ``RateLimitExceeded`` when the tenant is at a limit, ``InvalidArgument`` for too many prompts or samples.
@@ -234,7 +237,7 @@ class RequestAdmission:
         try:
             # Admitted here and nowhere else: while four parts each limited requests by a count, 2,600 at once were
             # admitted up to 2,048, and none was answered in time.
-            if request.is_sheddable or estimator.pending >= estimator.always_queued:
+            if not was_accepted and (request.is_sheddable or estimator.pending >= estimator.always_queued):
                 self._check_wait(request, share, timeout)
             num_tokens, forecast = estimate_prompt_tokens(request), None
             if request.ttft_deadline is not None or (self._promises is not None and not most_at_once):

@@ -158,7 +158,8 @@ class Generator:
             if before is None:
                 if token.resumes:  # its client has had the first token, or has waited for longer
                     request = replace(request, ttft_deadline=None)
-                admitted_call = AdmittedCall(self._admission.admit(request, call.timeout))
+                was_accepted = token.resumes or (token.is_held and token.takes_over)
+                admitted_call = AdmittedCall(self._admission.admit(request, call.timeout, was_accepted=was_accepted))
             else:  # the call takes over the hold of one without a client
                 self._admission.check_open()
                 admitted_call = before.succeed()

@@ -93,6 +93,17 @@ async def test_a_refused_request_leaves_nothing() -> None:
     assert gate.counts == NOTHING
 
 
+async def test_what_a_lost_gateway_had_accepted_is_not_refused_as_overload() -> None:
+    """A stream that had begun ended with resource_exhausted when the next gateway continued it on a busy mesh."""
+    gate = Gate()
+    gate.estimator.observe(Capacity(seats=1, starts_per_second=0.01))
+    with gate.admission.admit(generate_request(), 60.0):
+        with pytest.raises(ResourceExhausted):
+            gate.admission.admit(generate_request(), 60.0)
+        with gate.admission.admit(generate_request(), 60.0, was_accepted=True):
+            assert gate.estimator.pending == 2
+
+
 async def test_requests_that_are_refused_share_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     gate.estimator.observe(Capacity(seats=1, starts_per_second=0.01))

@@ -143,6 +143,9 @@ def test_a_long_video_has_its_times_as_the_models_were_trained(kind: str, monkey
 def test_drafts_of_the_prompt(kind: str) -> None:
     speculative = SpeculativeConfig("ngram", num_speculative_tokens=3, prompt_lookup_min=1)
     engine = ImageEngine(video_reference(kind), speculative=speculative, num_blocks=900)
+    drafts = engine.core.scheduler.drafts
+    assert drafts is not None
+    drafts.free_rows = drafts.costs = None  # also on a busy machine, on which no draft looks as if it paid
     check(video_reference(kind), engine)
     assert engine.num_accepted > 0
 

@@ -547,10 +547,12 @@ class OutputPool:
             self._left_timer.cancel()
             self._left_timer = None
         connected = {link.address: link.stream for link in self._links if link.stream is not None}
-        # Until output comes it may not have arrived there, and what was left may be all there is of it. Where the call
-        # has failed, another one may want that.
+        # Until output comes it may not have arrived there, and that one may be lost too: what was left may be all
+        # there is of it. Where the call has failed, another one may want that.
         self._left = {each for each in self._left if not each.collector.failed}
-        for request in [each for each in self._left if each.has_progressed]:
+        for request in list(self._left):
+            if request.num_live and not (request.has_progressed and request.runner in connected.values()):
+                continue
             for address in request.left_at & connected.keys():
                 request.left_at.discard(address)
                 if connected[address] is not request.runner:  # which ends it itself

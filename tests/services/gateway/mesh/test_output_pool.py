@@ -489,3 +489,17 @@ async def test_what_was_left_outlives_a_cancelled_call(monkeypatch: pytest.Monke
     silences.pool._cancel(request)
     assert (moved(silences.links[0]), silences.pool._left) == ([], set()), "a call of another gateway may want it"
     silences.placing.cancel()
+
+
+async def test_what_was_left_stays_where_the_next_one_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the gateway alone had the request until it was placed again."""
+    silences = Silences(monkeypatch, 1, request_id="a", fingerprint=b"body", prompt=Prompt(token_ids=[1]))
+    silences.connect(1)
+    await silences.lose(0)
+    silences.answer(1)
+    await silences.lose(1)
+    silences.connect(0)
+    assert moved(silences.links[0]) == []
+    await settle()
+    assert (silences.num_sent(0), moved(silences.links[0])) == (1, [])
+    silences.placing.cancel()

@@ -43,6 +43,9 @@ MAX_WITHDRAWN = 10_000
 may name as many as they like. Beyond it, the oldest ones are ended only where the gateway is connected already."""
 RECALL_SECONDS = 1.0
 """How long an output processor may take to say whether it has a request."""
+SILENT_SECONDS = 20.0
+"""How long a call waits for output processors that may have its request and do not answer: a killed one may take longer
+than a search to start again, and clients of plain HTTP do not repeat a call that ends with 503."""
 RETRY_SECONDS = 0.5
 """How long an accepted request waits until it asks again, when all are full or the budget of retries is spent."""
 _PLACED_AT_ONCE = 16
@@ -225,7 +228,7 @@ class OutputPool:
         wanted = pb.RecallRequest(request_id=request_id, tenant=tenant, wants_prompt=with_prompt)
         from_copy = pb.RecallRequest(request_id=request_id, tenant=tenant, wants_prompt=with_prompt, from_copy=True)
         loop = asyncio.get_running_loop()
-        until = loop.time() + SEARCH_SECONDS
+        asked_at = loop.time()
         while True:
             num_silent = 0
             links = sorted(self._links, key=lambda link: link.rank(request_id))
@@ -246,9 +249,9 @@ class OutputPool:
             is_settled = all(link.stream is not None and now - link.changed_at >= SEARCH_SECONDS for link in links)
             if self._copies is not None and (found := await self._recall_copy(from_copy)) is not None:
                 return found
-            if now >= until and num_silent:
+            if num_silent and now - asked_at >= SILENT_SECONDS:
                 raise errors.Unavailable("An output processor that may have the request does not answer; retry.")
-            if now >= until or (links and is_settled and not num_silent):
+            if not num_silent and (now - asked_at >= SEARCH_SECONDS or (links and is_settled)):
                 raise errors.RequestLost("The request is not known any more; send it again as a new request.")
             await asyncio.sleep(RETRY_SECONDS)
 

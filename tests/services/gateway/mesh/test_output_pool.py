@@ -18,6 +18,7 @@ from tokenloom.services.gateway.mesh.output_pool import (
     MAX_WITHDRAWN,
     RETRY_SECONDS,
     SEARCH_SECONDS,
+    SILENT_SECONDS,
     UNSETTLED_SECONDS,
     OutputPool,
 )
@@ -470,8 +471,9 @@ async def test_a_request_that_one_without_an_answer_may_have_is_not_lost(is_away
     search, asking = recalling(grpc.StatusCode.UNAVAILABLE)
     if is_away:
         search.lose(1)
-    for _ in range(round(SEARCH_SECONDS / RETRY_SECONDS) + 1):
+    for _ in range(round(SILENT_SECONDS / RETRY_SECONDS)):
         await settle()
+        assert not asking.done(), "one that was killed may be back soon"
         pass_time(RETRY_SECONDS)
     await settle()
     with pytest.raises(Unavailable, match="retry"):

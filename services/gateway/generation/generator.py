@@ -216,17 +216,21 @@ class Generator:
                     generation.close()
 
     @asynccontextmanager
-    async def pool(self, pooling: PoolingInput, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[RunningPooling]:
+    async def pool(
+        self, pooling: PoolingInput, trace_headers: Headers = NO_HEADERS, *, was_accepted: bool = False
+    ) -> AsyncIterator[RunningPooling]:
         """Run a pooling call to its last result, and hold its place for the length of the ``async with``.
 
-        Raises as :meth:`open`.
+        ``was_accepted``: as of :meth:`RequestAdmission.admit`. Raises as :meth:`open`.
         """
         started_ns, request = self._context.clock(), pooling.request
         limits = await self.wait_limits(request.timeout)
         check_task(pooling.params, limits)
         task = task_name(pooling.params.task)
         async with self._call(request, trace_headers, task) as call:
-            admitted = self._admission.admit(request, call.timeout, most_at_once=MOST_AT_ONCE)
+            admitted = self._admission.admit(
+                request, call.timeout, most_at_once=MOST_AT_ONCE, was_accepted=was_accepted
+            )
             call.held.callback(admitted.close)
             bill = None if self._context.bill is None else _open_bill(self._context.bill, request, call.held)
             prompts = await encode(pooling, self._links.tokenizers, limits)

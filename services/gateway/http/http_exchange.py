@@ -163,6 +163,8 @@ class HttpExchange:
         internal_tenant: The tenant for which the gateway itself makes the request; None: a client makes it.
         is_line: Whether it is a line of a batch.
         is_of_peer: Whether it came over the internal listener, from a peer with a certificate of the mesh.
+        was_read: Whether another gateway, which was lost, had read it: the client has waited, so that it is not refused
+            because the mesh is busy.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
         error_form: How errors are reported.
@@ -196,6 +198,7 @@ class HttpExchange:
     shaping: FairStage
     is_line = False
     is_of_peer = False
+    was_read = False
 
     def __init__(
         self,

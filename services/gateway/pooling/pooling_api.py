@@ -148,8 +148,9 @@ class PoolingEndpoint:
         if exchange.is_line:
             pooling_input = replace(pooling_input, request=replace(pooling_input.request, is_sheddable=True))
         headers = [(IGNORED_HEADER, listed(ignored))] if ignored else []
+        generator, trace = self.generator, trace_headers(exchange)
         with exchange.until_disconnected():
-            async with self.generator.pool(pooling_input, trace_headers(exchange)) as pooling:
+            async with generator.pool(pooling_input, trace, was_accepted=exchange.was_read) as pooling:
                 await respond_in_pieces(exchange, shape(pooling), headers)
 
     def _read(self, tenant: Tenant, body: Body) -> tuple[PoolingInput, Shape, Sequence[str]]:

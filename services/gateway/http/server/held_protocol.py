@@ -38,6 +38,7 @@ class HeldProtocol(HttpProtocol):
         self._num_received = self._cookie = 0
         self._ends = past is not None and bool(past.state & FOLLOWED)  # with the next response
         self._goes_on = False  # while the request of a response that has begun is read again
+        self._reads_again = False  # while what another gateway has read is
         self._stays = False  # with this gateway, between requests: the latest one was for what it alone has
         self._is_taken = past is not None
         self.found = "refused"
@@ -121,6 +122,7 @@ class HeldProtocol(HttpProtocol):
     def _start(self, exchange: HttpExchange) -> None:
         exchange.hold, exchange.keep = partial(self._hold, exchange), partial(self._keep, exchange)
         exchange.let_go, self._stays = partial(self._give_up, exchange), False
+        exchange.was_read = self._reads_again
         # A client of HTTP/1.0 takes the end of its connection for that of the response, and one that waits for
         # permission to send its body gets it once.
         if self._expects_continue or not cast(ResponseWriter, exchange.response).speaks_1_1:
@@ -203,7 +205,7 @@ class HeldProtocol(HttpProtocol):
         if exchange is None:
             self.transport.abort()
             return "refused"
-        exchange.past = past
+        exchange.past, exchange.was_read = past, True
         exchange.held = self._latest = hold_response(self._table, self.flow, exchange, b"", past)
         if not past.has_begun:
             return "not_begun"
@@ -216,7 +218,9 @@ class HeldProtocol(HttpProtocol):
         """Read what another gateway has read of a request that it has not answered; empty: of none."""
         if data:
             self._num_received -= len(data)
+            self._reads_again = True
             self.data_received(data)
+            self._reads_again = False
             if self._ends and self._latest is not None:
                 self._latest.mark_followed()  # a second gateway may be killed too
             return "not_begun"

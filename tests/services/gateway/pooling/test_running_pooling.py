@@ -11,8 +11,9 @@ from tests.services.gateway.fakes import BLOCK_SIZE, FakeMesh, FakeRequest
 from tests.services.gateway.pooling.conftest import TOKEN_EMBED
 from tokenloom.request import errors
 from tokenloom.request.prefix_schedule import prefix_hashes
-from tokenloom.services.gateway.generation import generator
+from tokenloom.services.gateway.generation import admission, generator
 from tokenloom.services.gateway.generation import running_pooling as pooling
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.mesh.output_pool import RETRY_SECONDS
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
@@ -26,6 +27,19 @@ def by_hand(mesh: FakeMesh) -> FakeMesh:
 
 async def _embedding(http: httpx.AsyncClient, given: object) -> httpx.Response:
     return await http.post("/v1/embeddings", json={"input": given})
+
+
+async def test_what_a_lost_gateway_had_read_is_not_refused_as_overload(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise errors.ResourceExhausted("busy")
+
+    monkeypatch.setattr(admission.RequestAdmission, "_check_wait", refuse)
+    monkeypatch.setattr(admission.WaitEstimator, "always_queued", property(lambda _: 0, lambda *_: None), raising=False)
+    assert (await _embedding(http, "abc")).status_code == 503
+    monkeypatch.setattr(HttpExchange, "was_read", property(lambda _: True, lambda *_: None))
+    assert (await _embedding(http, "abc")).status_code == 200
 
 
 async def test_few_prompts_are_in_work_at_once(

@@ -52,6 +52,8 @@ async def answer(exchange: HttpExchange) -> None:
             exchange.let_go()
         await asyncio.sleep(0.1)
         await exchange.respond(200, b"%d bytes, %d held" % (size, TABLES[-1].num_held))
+    elif exchange.path == "/read":
+        await exchange.respond(200, f"was read: {exchange.was_read}".encode())
     elif exchange.path == "/wait":
         await asyncio.sleep(0.1)
         await exchange.respond(200, b"POST")

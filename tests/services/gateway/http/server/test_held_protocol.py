@@ -48,6 +48,19 @@ async def test_the_body_of_a_request_that_asks_for_another_protocol_is_stored() 
             await received(client, b"POST")
 
 
+async def test_a_request_that_another_gateway_has_read_is_known_as_such() -> None:
+    """The next one on its connection is a new one."""
+    request = REQUEST.replace(b"/a", b"/read")
+    async with serving() as (server, _):
+        for is_known in (False, True):
+            with connection() as (ours, client):
+                past = PastResponse(request, state=0 if is_known else ARRIVED)
+                assert await server.take(past, ours) == "not_begun"
+                assert await received(client, b"True")
+                client.send(request)
+                assert await received(client, b"False")
+
+
 async def test_a_part_of_a_further_request_is_noted_too() -> None:
     """Also what was read with the request itself, before its response is held."""
     async with serving() as (server, table):

@@ -323,6 +323,10 @@ class Generator:
         """Return what a request was begun with, at whichever gateway, that can be resumed. Raises ``RequestLost``."""
         return await self._outputs.recall(request_id, tenant, with_prompt=with_prompt)
 
+    async def until_kept(self, request_id: str, tenant: str) -> None:
+        """Return once an output processor has a request that began here, so that other gateways find it."""
+        await self._outputs.until_kept(request_id, tenant)
+
     async def end_of_present(self) -> None:
         """Return when the generations that are open now have ended; new ones are still admitted."""
         await self._admission.end_of_present()

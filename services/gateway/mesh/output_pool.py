@@ -48,6 +48,9 @@ SILENT_SECONDS = 20.0
 than a search to start again, and clients of plain HTTP do not repeat a call that ends with 503."""
 RETRY_SECONDS = 0.5
 """How long an accepted request waits until it asks again, when all are full or the budget of retries is spent."""
+_ASK_SECONDS = 0.002
+"""Until an output processor is asked again whether it has a request that was just sent to it, and twice as long each
+time."""
 _PLACED_AT_ONCE = 16
 """Requests that are moved before the event loop serves other work."""
 
@@ -247,7 +250,7 @@ class OutputPool:
             # As in a search: the gateway that has it may be about to place it again.
             now = loop.time()
             is_settled = all(link.stream is not None and now - link.changed_at >= SEARCH_SECONDS for link in links)
-            if self._copies is not None and (found := await self._recall_copy(from_copy)) is not None:
+            if self._copies is not None and (found := await self._recall_any(from_copy)) is not None:
                 return found
             if num_silent and now - asked_at >= SILENT_SECONDS:
                 raise errors.Unavailable("An output processor that may have the request does not answer; retry.")
@@ -255,10 +258,17 @@ class OutputPool:
                 raise errors.RequestLost("The request is not known any more; send it again as a new request.")
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _recall_copy(self, wanted: pb.RecallRequest) -> pb.RecallResponse | None:
-        """Return what a copy says of a request that no output processor runs; None: there is none."""
+    async def until_kept(self, request_id: str, tenant: str) -> None:
+        """Return once an output processor has a request of this gateway, which :meth:`recall` finds then."""
+        wanted, pause = pb.RecallRequest(request_id=request_id, tenant=tenant), _ASK_SECONDS
+        while await self._recall_any(wanted) is None:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_SECONDS)
+
+    async def _recall_any(self, wanted: pb.RecallRequest) -> pb.RecallResponse | None:
+        """Return what one of those that are connected says of a request; of a copy, if that is wanted."""
         for link in self._links[:]:
-            if link.stream is not None and link.stream.keeps_copies:
+            if link.stream is not None and (link.stream.keeps_copies or not wanted.from_copy):
                 with contextlib.suppress(errors.Unavailable):
                     if (found := await _recall(link, wanted)) is not None:
                         return found

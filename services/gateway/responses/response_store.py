@@ -98,7 +98,7 @@ class StoredResponse:
         response: Its object, as clients see it.
         turns: The conversation: what it answered, and the answer once it is complete.
         session: Of its request; empty: the responses that continue it are of the session that it begins.
-        cancel: Ends its generation; None once it has ended.
+        task: Generates it; None once it has ended.
         token: Of the call that began it in the background, by which a repeat of the call is known.
         listed: The labels of the MCP servers whose tools the conversation lists.
         log: Its events, if it was begun in the background as a stream.
@@ -109,7 +109,7 @@ class StoredResponse:
     response: dict[str, Any]
     turns: Sequence[Turn]
     session: str = ""
-    cancel: Callable[[], object] | None = None
+    task: "asyncio.Task[None] | None" = None
     token: ResumeToken = NEW
     listed: frozenset[str] = frozenset()
     log: EventLog | None = None
@@ -270,8 +270,8 @@ class ResponseStore:
     def delete(self, response_id: str, tenant: str) -> None:
         """Drop a tenant's response and end its generation. Raises :class:`errors.NotFound`."""
         stored = self.get(response_id, tenant)
-        if stored.cancel is not None:
-            stored.cancel()
+        if stored.task is not None:
+            stored.task.cancel()
         self._deleted[tenant, response_id] = None
         if len(self._deleted) > MAX_DELETED:
             self._deleted.popitem(last=False)

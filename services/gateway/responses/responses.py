@@ -283,7 +283,7 @@ class ResponsesApi:
         if fields.previous_response_id.startswith(CONVERSATION):  # what it keeps are items, not turns
             raise InvalidArgument("previous_response_id is the id of a conversation: send it as conversation", field)
         previous = self.store.get(fields.previous_response_id, tenant.name, field)
-        if previous.cancel is not None:
+        if previous.task is not None:
             raise InvalidArgument("the previous response has not ended", field)
         return [*map(_of_before, previous.turns), *new], previous.session or fields.previous_response_id
 

@@ -105,7 +105,21 @@ class ResponsesEndpoint:
             exchange.held.name(held[0][2].request_id, [])  # before it begins: no second one is begun elsewhere
         else:  # also where it is not held: its body is gone, and no other gateway could begin or continue it
             held[:] = [_let_go(exchange, held.pop())]
-        return stored or self._begin(held)
+        stored = stored or self._begin(held)
+        with exchange.until_disconnected():
+            await self._until_kept(stored)
+        return stored
+
+    async def _until_kept(self, stored: StoredResponse) -> None:
+        """Wait until an output processor has the request of a response that other gateways can continue, or until it
+        has ended: with its id, a client fetches it from any of them although this one is killed."""
+        if stored.withdraw is None or stored.task is None:
+            return
+        asked = asyncio.ensure_future(self.generator.until_kept(stored.token.request_id, stored.tenant))
+        try:
+            await asyncio.wait({asked, stored.task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
 
     async def _begun_elsewhere(self, exchange: HttpExchange, request_id: str) -> StoredResponse | None:
         """Return the response that another gateway has begun on this connection; None: it has begun none. Raises
@@ -142,8 +156,8 @@ class ResponsesEndpoint:
     async def cancel(self, exchange: HttpExchange) -> None:
         """End the generation of a response in the background; do nothing if it has ended."""
         stored = await self._found(id_of(exchange), exchange.tenant)
-        if stored.cancel is not None:
-            stored.cancel()
+        if stored.task is not None:
+            stored.task.cancel()
             self.store.end(stored.response["id"], stored.response | {"status": "cancelled"})
             if stored.withdraw is not None:
                 stored.withdraw()  # the task may not have begun
@@ -202,8 +216,7 @@ class ResponsesEndpoint:
         self.store.begin(stored)
         if generate_request.files is not None:
             generate_request.files.hold()  # the exchange lets go of them when it has answered
-        task = self.host.spawn(self._run(held, request, stored), name=f"response {request.response_id}")
-        stored.cancel = task.cancel
+        stored.task = self.host.spawn(self._run(held, request, stored), name=f"response {request.response_id}")
         if token.fingerprint:
             stored.withdraw = partial(self.generator.cancel, token.request_id, request.tenant)
         return stored

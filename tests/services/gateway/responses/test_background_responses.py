@@ -24,11 +24,46 @@ from tokenloom.v1 import output_processor_pb2
 async def test_a_response_in_the_background(socket_dir: Path) -> None:
     async with openai_client(socket_dir) as (mesh, client):
         begun = await client.responses.create(model=MODEL, input="hi", background=True)
-        assert begun.status == "queued"
+        assert begun.status == "in_progress"
         (await mesh.outputs.next_request()).answer("Hello")
         while (response := await client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
             pass
         assert (response.status, response.output_text, response.id) == ("completed", "Hello", begun.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_gets_an_id_once_an_output_processor_has_the_response(socket_dir: Path, stream: bool) -> None:
+    """A gateway was killed while its tokenizer stood still: the client fetched its response elsewhere, and got 404."""
+    async with openai_client(socket_dir) as (mesh, _), mesh.http() as http:
+        mesh.outputs.recall_fails = mesh.second_outputs.recall_fails = True
+        body = {"model": MODEL, "input": "hi", "background": True, "stream": stream}
+        call = asyncio.create_task(http.post("/v1/responses", json=body))
+        request = await mesh.outputs.next_request()
+        await settle(200)
+        assert not call.done()
+        mesh.outputs.recall_fails = False
+        if not stream:
+            assert (await call).json()["status"] == "in_progress"
+        request.answer("Hello")
+        assert "Hello" in (await call).text or not stream
+
+
+@pytest.mark.parametrize("ends", ["fails", "leaves"])
+async def test_what_no_output_processor_will_have_is_not_waited_for(socket_dir: Path, ends: str) -> None:
+    async with openai_client(socket_dir) as (mesh, _), mesh.http() as http:
+        mesh.outputs.recall_fails = mesh.second_outputs.recall_fails = True
+        call = asyncio.create_task(http.post("/v1/responses", json={"model": MODEL, "input": "hi", "background": True}))
+        request = await mesh.outputs.next_request()
+        if ends == "leaves":
+            call.cancel()
+            await settle(50)
+            assert not request.cancelled.is_set(), "the response goes on"
+            mesh.outputs.recall_fails = False
+            request.answer("Hello")
+            return
+        request.fail(errors.Internal("the engine is broken"))
+        response = (await call).json()
+        assert (await http.get(f"/v1/responses/{response['id']}")).json()["status"] == "failed"
 
 
 async def events_after(client: openai.AsyncOpenAI, response_id: str, number: int) -> list[Any]:

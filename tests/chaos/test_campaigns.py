@@ -50,6 +50,14 @@ async def test_pauses_of_the_whole_mesh() -> None:
     assert all("processes were stopped" in fault["effect"] for fault in layout["faults"])
 
 
+async def test_parts_that_stutter() -> None:
+    few = {"requests": 60, "each": 2, "duration": 10.0}
+    report = await campaign("stutter", layout="split", hold_connections=True, **few)
+    (layout,) = report["layouts"]
+    assert report["violations"] == [], "\n".join([*layout["examples"], *report["log"][-60:]])
+    assert sum("processes were stopped" in fault["effect"] for fault in layout["faults"]) == 2
+
+
 async def test_kills_of_a_mesh_that_reads_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 30.0)
     model = str(write_whole_vision("llava", tmp_path))

@@ -6,12 +6,15 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 from tokenloom.services.runtime.host.held_port import End
 from tokenloom.services.runtime.host.limits import HANDSHAKE_SECONDS
 from tokenloom.services.runtime.peers.tls import AcceptedSocket
+from tokenloom.services.runtime.telemetry.logs import RareLine
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ _LOOK_SECONDS = 0.1
 _QUIET_SECONDS = 1.0
 """A connection of HTTP whose gateway has sent nothing for so long has no answer that is being written."""
 _BACKLOG = 4096
+_LOG_SECONDS = 60.0
 
 
 class _Counted(End):
@@ -55,13 +59,17 @@ class HttpRelay:
     """
 
     def __init__(
-        self, addresses: Sequence[tuple[str, int]], context: ssl.SSLContext, max_connections: int = 4096
+        self, addresses: Sequence[tuple[str, int]], context: ssl.SSLContext, max_connections: int, max_per_peer: int
     ) -> None:
         """``addresses``: host and port of gateways, at least one. ``max_connections``: of clients. A further one takes
-        the place of the one that is in its handshake for the longest time; it is closed if none is."""
+        the place of the one that is in its handshake for the longest time; it is closed if none is. ``max_per_peer``:
+        of clients at one address; a further one is closed."""
         self._addresses = list(addresses)
         self._context = context
         self._max_connections = max_connections
+        self._max_per_peer = max_per_peer
+        self._of_peer = Counter[str]()  # open connections by address, within their handshakes and after them
+        self._refused = RareLine(_LOG_SECONDS)
         self._turn = 0
         self._tasks: set[asyncio.Task[None]] = set()  # one for each connection until it has one to a gateway
         self._opening: dict[socket.socket, None] = {}  # those in their handshakes, the oldest first
@@ -101,26 +109,41 @@ class HttpRelay:
 
     def _accept(self, accepted: socket.socket) -> None:
         # Counted from here on: clients that never begin a handshake could take every descriptor.
+        try:
+            peer = str(accepted.getpeername()[0])
+        except OSError:  # the client has left
+            accepted.close()
+            return
+        if self._of_peer[peer] >= self._max_per_peer:
+            self._refuse(accepted, f"{peer} has {self._max_per_peer} (--max-client-connections-per-peer)")
+            return
         if len(self._opening) + len(self._clients) >= self._max_connections:
             if not self._opening:
-                accepted.close()
+                self._refuse(accepted, f"clients have {self._max_connections} (--max-client-connections)")
                 return
             oldest = next(iter(self._opening))
             del self._opening[oldest]
             _end(oldest)
         self._opening[accepted] = None
-        task = asyncio.get_running_loop().create_task(self._welcome(accepted), name="a client of HTTPS")
+        self._of_peer[peer] += 1
+        task = asyncio.get_running_loop().create_task(self._welcome(accepted, peer), name="a client of HTTPS")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _welcome(self, accepted: socket.socket) -> None:
+    def _refuse(self, accepted: socket.socket, reason: str) -> None:
+        accepted.close()
+        if count := self._refused.add():
+            log.warning("closed %d new connections: %s", count, reason)
+
+    async def _welcome(self, accepted: socket.socket, peer: str) -> None:
         """Complete a handshake, and connect the client to a gateway."""
-        client = _ClientEnd(self.num_bytes, self._begin, self._end)
+        client = _ClientEnd(self.num_bytes, self._begin, partial(self._end, peer))
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: client, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_SECONDS
             )
         except OSError:  # a wrong or late handshake
+            self._leave(peer)
             _end(accepted)
             return
         finally:
@@ -131,9 +154,15 @@ class HttpRelay:
         self.num_accepted += 1
         self._clients.add(client)
 
-    def _end(self, client: "_ClientEnd") -> None:
+    def _end(self, peer: str, client: "_ClientEnd") -> None:
         self._clients.discard(client)
+        self._leave(peer)
         self.num_broken += client.is_broken
+
+    def _leave(self, peer: str) -> None:
+        self._of_peer[peer] -= 1
+        if not self._of_peer[peer]:
+            del self._of_peer[peer]
 
     async def _connect(self, client: "_ClientEnd") -> None:
         loop, transport = asyncio.get_running_loop(), client.transport

@@ -70,6 +70,9 @@ class RelaySettings(PublicSettings, frozen=True, kw_only=True):
         Count,
         "Connections of clients over HTTPS, and as many over gRPC; fewer if the limit of open descriptors is too low.",
     ] = 16384
+    max_client_connections_per_peer: Annotated[
+        Count, "Connections over HTTPS from one address; further ones are closed."
+    ] = 4096
 
     def __post_init__(self) -> None:
         super().__post_init__()

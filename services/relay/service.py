@@ -84,9 +84,8 @@ class RelayService:
         gateways = [addresses.parse(each) for each in settings.http_gateways]
         assert host.public_tls is not None, "--https-listen needs a certificate"
         context = host.public_tls.server_context()
-        self._http = relay = HttpRelay(
-            [(each.host, each.port) for each in gateways], context, settings.most_connections
-        )
+        ends, most_per_peer = [(each.host, each.port) for each in gateways], settings.max_client_connections_per_peer
+        self._http = relay = HttpRelay(ends, context, settings.most_connections, most_per_peer)
         observe_http(host.metrics, relay)
         held = settings.https_listen_fd
         adopted = None if held is None else adopt(held, address, field="https_listen_fd")

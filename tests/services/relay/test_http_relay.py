@@ -34,12 +34,12 @@ def trusting(certificates: Path) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def https(
-    certificates: Path, *ports: int, max_connections: int = 8
+    certificates: Path, *ports: int, max_connections: int = 8, max_per_peer: int = 8
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, HttpRelay]]:
     """A connection through a relay to one of several ports of this machine, of which the second one is tried first."""
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(certificates / "gateway.crt", certificates / "gateway.key")
-    http_relay = HttpRelay([("127.0.0.1", port) for port in ports], ours, max_connections)
+    http_relay = HttpRelay([("127.0.0.1", port) for port in ports], ours, max_connections, max_per_peer)
     server = await http_relay.serve("127.0.0.1", 0)
     address = server.sockets[0].getsockname()
     reader, writer = await asyncio.open_connection(*address, ssl=trusting(certificates), server_hostname="")
@@ -151,15 +151,45 @@ async def test_an_ending_relay_waits_for_answers_and_not_for_connections(certifi
         assert not reader.at_eof()
 
 
-async def test_connections_beyond_the_limit_are_closed(certificates: Path) -> None:
+@pytest.mark.parametrize(("limit", "flag"), [("max_connections", "connections"), ("max_per_peer", "per-peer")])
+async def test_connections_beyond_a_limit_are_closed(
+    certificates: Path, limit: str, flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with (
         asyncio.timeout(LIMIT),
         behind(echo) as port,
-        https(certificates, port, max_connections=1) as (_, writer, _),
+        https(certificates, port, **{limit: 1}) as (reader, writer, _),
     ):
         address = writer.get_extra_info("peername")
         with pytest.raises(OSError, match=r".*"):
             await asyncio.open_connection(*address, ssl=trusting(certificates), server_hostname="")
+        assert f"{flag})" in caplog.text
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        assert not await reader.read()
+        while True:  # the relay has yet to read the end of the first one
+            try:
+                _, another = await asyncio.open_connection(*address, ssl=trusting(certificates), server_hostname="")
+            except OSError:
+                continue
+            another.close()
+            break
+
+
+async def test_failed_handshakes_do_not_count_for_an_address(certificates: Path) -> None:
+    async with (
+        asyncio.timeout(LIMIT),
+        behind(echo) as port,
+        https(certificates, port, max_per_peer=2) as (_, writer, http_relay),
+    ):
+        for _ in range(3):
+            reader, wrong = await asyncio.open_connection(*writer.get_extra_info("peername"))
+            wrong.write(b"GET / HTTP/1.1\r\n\r\n")
+            await reader.read()
+            wrong.close()
+            while http_relay._of_peer["127.0.0.1"] > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
 
 async def test_a_gateway_whose_machine_is_gone_does_not_hide_the_next_one(

@@ -25,6 +25,8 @@ from .held_table import (
     MOST_AT_ONCE,
     MOST_BUFFERED,
     MOST_LEFT,
+    NAME,
+    NAME_AT,
     NAMED,
     REQUEST_AT,
     REQUEST_BYTES,
@@ -153,9 +155,10 @@ class HeldResponse:
         self.flow, self._transport = flow, flow.transport
         self._write = self._transport.write
         self._transport.set_write_buffer_limits(high=MOST_BUFFERED)
+        FIXED.pack_into(self._memory, at + FIXED_AT, *self._fixed)
         if past is None or not past.is_known:
             self._state = 0 if past is None else past.state
-            self._store_fixed("")
+            self._store_name("")
             self._store()
         else:
             # With the positions, which cover it: a second gateway may be killed before the kernel has taken it.
@@ -237,7 +240,7 @@ class HeldResponse:
         self._entries, self._pack = entries, BANKS[len(entries)].pack_into
         if request_id:
             self._state |= NAMED
-        self._store_fixed(request_id)
+        self._store_name(request_id)
         self._store()
 
     @property
@@ -320,14 +323,14 @@ class HeldResponse:
         if self._state & ARRIVED:
             self._table.end_arrival()
         self._table.free(self._slot)
-        for file in (self._fixed[4], self._large):
+        for file in (self._fixed[-1], self._large):
             if file >= 0:
                 self._table.close_file(file)
 
-    def _store_fixed(self, request_id: str) -> None:
+    def _store_name(self, request_id: str) -> None:
         number = 0 if self.past is None else self.past.number
-        fields = (*self._fixed, self.created, len(self._entries), request_id.encode(), number)
-        FIXED.pack_into(self._memory, self._slot * SLOT_BYTES + FIXED_AT, *fields)
+        fields = self.created, len(self._entries), request_id.encode(), number
+        NAME.pack_into(self._memory, self._slot * SLOT_BYTES + NAME_AT, *fields)
 
     def _settle(self) -> None:
         """Add what was counted since the last bank was stored to what the next one will hold."""
@@ -352,44 +355,49 @@ def hold_response(
     flow: ClientFlow,
     asked: AskedRequest,
     body: bytes | bytearray,
+    num_received: int,
     past: PastResponse | None = None,
 ) -> HeldResponse | None:
     """Store the response to a request from now on; return None where it cannot be continued elsewhere.
 
-    ``past``: what another gateway has done of it.
+    ``num_received``: bytes that were read of the connection so far. ``past``: what another gateway has done of it.
     """
     if table.is_full or not _can_hold(flow):
         return None
     request = request_bytes(asked, body) if past is None else past.request
     if not request or (past is not None and len(past.tail) > MOST_LEFT):
         return None
-    return _hold(table, flow, request, past)
+    return _hold(table, flow, request, num_received, past)
 
 
-def hold_arrival(table: HeldTable, flow: ClientFlow, data: bytes) -> HeldResponse | None:
-    """Store the first bytes of a request; return None where that cannot be."""
+def hold_arrival(table: HeldTable, flow: ClientFlow, data: bytes, num_received: int) -> HeldResponse | None:
+    """Store the first bytes of a request; return None where that cannot be. ``num_received``: bytes that were read of
+    the connection, with these."""
     if not table.may_arrive or len(data) > REQUEST_BYTES or not _can_hold(flow):
         return None
-    return _hold_unanswered(table, flow, data)
+    return _hold_unanswered(table, flow, data, num_received)
 
 
 def hold_request(
-    table: HeldTable, flow: ClientFlow, asked: AskedRequest, body: bytes | bytearray
+    table: HeldTable, flow: ClientFlow, asked: AskedRequest, body: bytes | bytearray, num_received: int
 ) -> HeldResponse | None:
-    """Store a request that has arrived as a whole, and of which no more is known; return None where that cannot be."""
+    """Store a request that has arrived as a whole, and of which no more is known; return None where that cannot be.
+    ``num_received``: as of :func:`hold_response`."""
     if table.is_full or not _can_hold(flow) or not (request := request_bytes(asked, body)):
         return None
-    return _hold_unanswered(table, flow, request)
+    return _hold_unanswered(table, flow, request, num_received)
 
 
-def _hold_unanswered(table: HeldTable, flow: ClientFlow, request: bytes) -> HeldResponse | None:
-    if (held := _hold(table, flow, request, PastResponse(b"", state=ARRIVED))) is not None:
+def _hold_unanswered(table: HeldTable, flow: ClientFlow, request: bytes, num_received: int) -> HeldResponse | None:
+    if (held := _hold(table, flow, request, num_received, PastResponse(b"", state=ARRIVED))) is not None:
         table.begin_arrival()
     return held
 
 
-def _hold(table: HeldTable, flow: ClientFlow, request: bytes, past: PastResponse | None) -> HeldResponse | None:
-    taken = table.take(flow.transport.get_extra_info("socket"), request)
+def _hold(
+    table: HeldTable, flow: ClientFlow, request: bytes, num_received: int, past: PastResponse | None
+) -> HeldResponse | None:
+    taken = table.take(flow.transport.get_extra_info("socket"), request, num_received)
     return None if taken is None else HeldResponse(table, taken, flow, past)
 
 

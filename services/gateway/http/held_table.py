@@ -40,16 +40,18 @@ any output were written, its last byte was written, the connection ends with it,
 which is lost, and no more is known than what has arrived of the request: the response can be made once more, but not
 continued."""
 
-FIXED = struct.Struct("@QQQiiII40sI")
-"""Cookie, base, bytes of the request, descriptor, file of the request or -1, time, outputs, id of the request, number
-of the first event that is stored here."""
-FixedFields = tuple[int, int, int, int, int]
-"""Cookie, base, bytes of the request, descriptor, file of the request or -1: they stay until the slot is free."""
+FIXED = struct.Struct("@QQQqii")
+"""Cookie, base, bytes of the request, those that were read of the connection before it, descriptor, file of the request
+or -1. They stay until the slot is free, but for the request that arrives."""
+FixedFields = tuple[int, int, int, int, int, int]
+NAME = struct.Struct("@II40sI")
+"""Time, outputs, id of the request, number of the first event that is stored here."""
 BANKS = [struct.Struct(f"@{4 + count}Q") for count in range(MOST_OUTPUTS + 1)]
 """Length and state of the response, the descriptor of the file of its last large piece, plus 1, and where that ends (0,
 0: there is none), and a word for each output. There are two banks; the number that is stored last is odd if the second
 one counts."""
-FIXED_AT, GIVEN_AT, FOLLOWED_AT, SINCE_AT, BANKS_AT, BANK_BYTES = 8, 104, 112, 120, 128, 32 + 8 * MOST_OUTPUTS
+FIXED_AT, NAME_AT, GIVEN_AT, FOLLOWED_AT, SINCE_AT, BANKS_AT = 8, 48, 104, 112, 120, 128
+BANK_BYTES = 32 + 8 * MOST_OUTPUTS
 SINCE_BYTES, SINCE_TOKENS, SINCE_CHARS = 2, 18, 38
 """Where they begin in the word of what was added to a response of one output since a bank was stored: bytes, tokens and
 characters. Its lowest bits are those of the bank's number: where they are not, nothing was added to that bank."""
@@ -65,6 +67,11 @@ _NUMBERED = re.compile(rb'\ndata: {"type":"[a-z_.]*","sequence_number":([0-9]{1,
 """In an event of the Responses API. A line feed within a text is escaped there, so that no text has these bytes."""
 _MOST_IDLE = 1 << 16
 """Connections with a higher descriptor end with their gateway where no request is in work."""
+_GIVEN = (1 << 64) - 1
+"""Stands for the bytes of a connection that was given away, of which no other gateway may read on."""
+INBOX_BYTES = 256 << 10
+"""What is read of a connection at once."""
+_INBOX_AT = 16
 
 
 def bytes_since(since: int) -> int:
@@ -155,6 +162,7 @@ class HeldRecord:
         total: Bytes of the response that were stored.
         last: The last of them.
         past: All else; without a tail.
+        num_read: Bytes of the connection that were read up to the end of the stored request.
         files: Descriptors of what the slot does not hold itself.
     """
 
@@ -165,7 +173,16 @@ class HeldRecord:
     total: int
     last: bytes
     past: PastResponse
+    num_read: int = 0
     files: frozenset[int] = frozenset()
+
+    def read_on(self, data: bytes | None) -> "HeldRecord":
+        """Return what the slot would say if ``data`` had been stored, which was read behind it; None: that is lost."""
+        past = self.past
+        if data and not past.is_known and not past.has_begun:
+            return replace(self, past=replace(past, request=past.request + data))
+        # As what was read behind a request is noted: no gateway answers it.
+        return self if data == b"" else replace(self, past=replace(past, state=past.state | FOLLOWED))
 
     def rest(self, num_taken: int) -> PastResponse | None:
         """Return the response with the bytes that the kernel has not taken, as another gateway goes on with it; None if
@@ -186,10 +203,12 @@ class HeldRecord:
 
 
 class HeldTable:
-    """The slots, and which connections have no request in work. Processes that are forked from this one share both.
+    """The slots, which connections have no request in work, and what is being read. Processes that are forked from this
+    one share all of it.
 
     Attributes:
         port: At which the gateway accepts connections; 0: none is known.
+        inbox: Where the kernel puts what is read: until it is stored, a holder finds it here.
     """
 
     def __init__(self, num_slots: int = MAX_HELD) -> None:
@@ -197,6 +216,10 @@ class HeldTable:
         self.words = memoryview(self.memory).cast("Q")
         # The port, and by descriptor the cookie of a connection and how many of its bytes were of ended requests.
         self._idle = memoryview(mmap.mmap(-1, 16 * (_MOST_IDLE + 1))).cast("Q")
+        # What is being read: the cookie of the connection or 0, the bytes that were read of it before, and what comes.
+        self._inbox = mmap.mmap(-1, _INBOX_AT + INBOX_BYTES)
+        self._reading = memoryview(self._inbox)[:_INBOX_AT].cast("Q")
+        self.inbox = memoryview(self._inbox)[_INBOX_AT:]
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))  # the one that was used last is next: its pages exist
         self._num_arriving = 0
@@ -225,17 +248,46 @@ class HeldTable:
         if 0 <= descriptor < _MOST_IDLE:
             self._idle[2 * descriptor + 2 : 2 * descriptor + 4] = memoryview(_PAIR.pack(cookie, num_received)).cast("Q")
 
-    def is_idle(self, descriptor: int) -> bool:
-        """Return whether a descriptor is a connection of a client of which nothing was read but requests that have
-        ended: another gateway may read on. Called once the gateway has ended."""
+    def note_given(self, descriptor: int) -> None:
+        """Note that a connection without a request is given to a gateway: whatever happens then, no second one gets
+        it."""
+        self.note_idle(descriptor, cookie_of(descriptor), _GIVEN)
+
+    def waiting(self, descriptor: int) -> bytes | None:
+        """Return what was read of the next request of a client's connection of which all others have ended, so that
+        another gateway may read on; None for other descriptors. Called once the gateway has ended."""
         try:
-            if not is_established(descriptor) or local_port(descriptor) != self.port:
-                return False
-            count = num_read(descriptor)
-            known = self._idle[2 * descriptor + 2 : 2 * descriptor + 4] if descriptor < _MOST_IDLE else ()
-            return not count or list(known) == [cookie_of(descriptor), count]
+            if not is_established(descriptor):
+                return None
+            known = self._idle[2 * descriptor + 2 : 2 * descriptor + 4] if descriptor < _MOST_IDLE else (0, 0)
+            cookie = cookie_of(descriptor)
+            if known[0] == cookie:
+                return self.unstored(descriptor, cookie, known[1])
+            return self.unstored(descriptor, cookie, 0) if local_port(descriptor) == self.port else None
         except OSError:  # no socket, or none of this kind
-            return False
+            return None
+
+    def begin_reading(self, cookie: int, num_received: int) -> None:
+        """Note whose bytes come into the inbox next, and how many of that connection were read before."""
+        self._reading[0] = 0
+        self._reading[1] = num_received
+        self._reading[0] = cookie
+
+    def end_reading(self) -> None:
+        """Note that what was read is stored, or is lost with the gateway."""
+        self._reading[0] = 0
+
+    def read(self, size: int) -> bytes:
+        """Return what has come into the inbox."""
+        return self._inbox[_INBOX_AT : _INBOX_AT + size]
+
+    def unstored(self, descriptor: int, cookie: int, num_stored: int) -> bytes | None:
+        """Return what was read of a connection behind so many bytes; None if that is lost. Called once the gateway has
+        ended."""
+        if not (count := num_read(descriptor) - num_stored):
+            return b""
+        is_there = 0 < count <= INBOX_BYTES and [*self._reading] == [cookie, num_stored]
+        return self.read(count) if is_there else None
 
     @property
     def is_full(self) -> bool:
@@ -256,9 +308,9 @@ class HeldTable:
         """Count one less of the requests that have arrived only in part: it has arrived as a whole, or has ended."""
         self._num_arriving -= 1
 
-    def take(self, connection: socket.socket, request: bytes) -> tuple[int, FixedFields] | None:
+    def take(self, connection: socket.socket, request: bytes, num_received: int) -> tuple[int, FixedFields] | None:
         """Store a request in a free slot, which :meth:`free` gives back; None where it is too large, or the connection
-        is none whose bytes the kernel counts."""
+        is none whose bytes the kernel counts. ``num_received``: bytes that were read of that, with the request."""
         try:
             descriptor, cookie, base = connection.fileno(), cookie_of(connection), num_taken(connection)
         except OSError:  # a unix socket
@@ -270,7 +322,7 @@ class HeldTable:
         if file < 0:
             start = slot * SLOT_BYTES + REQUEST_AT
             self.memory[start : start + len(request)] = request
-        return slot, (cookie, base, len(request), descriptor, file)
+        return slot, (cookie, base, len(request), num_received - len(request), descriptor, file)
 
     def free(self, slot: int) -> None:
         """Give a slot back."""
@@ -306,8 +358,8 @@ class HeldTable:
 
     def _record(self, slot: int, commit: int) -> HeldRecord:
         at, memory = slot * SLOT_BYTES, self.memory
-        fixed = FIXED.unpack_from(memory, at + FIXED_AT)
-        cookie, base, length, descriptor, file, created, num_outputs, name, number = fixed
+        cookie, base, length, before, descriptor, file = FIXED.unpack_from(memory, at + FIXED_AT)
+        created, num_outputs, name, number = NAME.unpack_from(memory, at + NAME_AT)
         bank = BANKS[num_outputs].unpack_from(memory, at + BANKS_AT + (commit & 1) * BANK_BYTES)
         total, state, large, large_end, *entries = bank
         since = self.words[(at + SINCE_AT) // 8]
@@ -328,7 +380,7 @@ class HeldTable:
             number=number,
         )
         files = frozenset(each for each in (file, large - 1) if each >= 0)
-        return HeldRecord(slot, descriptor, cookie, base, total, last, past, files)
+        return HeldRecord(slot, descriptor, cookie, base, total, last, past, before + length, files)
 
 
 def last_bytes(ring: bytes, total: int, large: int, large_end: int) -> bytes:

@@ -67,7 +67,8 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 """Numbers of the system call by architecture."""
 
 
-IDLE = HeldRecord(-1, -1, 0, 0, 0, b"", PastResponse(b"", state=ARRIVED))
+_NO_SLOT = -1
+IDLE = HeldRecord(_NO_SLOT, -1, 0, 0, 0, b"", PastResponse(b"", state=ARRIVED))
 """Stands for a connection without a request: of each that the gateway has read, the client has the response."""
 
 
@@ -139,11 +140,7 @@ def _hold(table: HeldTable, directory: Path, gateway: int, parent: int) -> None:
     """Wait for the end of the gateway, then give its connections away."""
     with contextlib.suppress(ProcessLookupError):
         _wait_for_end(os.pidfd_open(gateway))
-    records = table.records()
-    held = [(record, connection) for record in records if (connection := _connection_of(record)) is not None]
-    busy = {connection.fileno() for _, connection in held}
-    # First in the list, last to be given: no client waits for an answer on them.
-    held[:0] = [(IDLE, socket.socket(fileno=each)) for each in _descriptors() - busy if table.is_idle(each)]
+    held = _held_of(table)
     try:
         above = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -156,6 +153,16 @@ def _hold(table: HeldTable, directory: Path, gateway: int, parent: int) -> None:
         for path in directory.glob(f"*{SUFFIX}"):
             _give_all(table, path, held)
         time.sleep(_LOOK_SECONDS)
+
+
+def _held_of(table: HeldTable) -> list[tuple[HeldRecord, socket.socket]]:
+    """Return the connections with which another gateway can go on, the most urgent last."""
+    records = table.records()
+    held = [(_whole(table, record), found) for record in records if (found := _connection_of(record)) is not None]
+    busy = {connection.fileno() for _, connection in held}
+    # On most of the others no client waits for an answer.
+    others = [(each, data) for each in _descriptors() - busy if (data := table.waiting(each)) is not None]
+    return [*((IDLE.read_on(data), socket.socket(fileno=each)) for each, data in others), *held]
 
 
 def _wait_for_end(process: int) -> None:
@@ -193,6 +200,11 @@ def _connection_of(record: HeldRecord) -> socket.socket | None:
     return socket.socket(fileno=record.descriptor)
 
 
+def _whole(table: HeldTable, record: HeldRecord) -> HeldRecord:
+    """Return a record with what was read of its connection behind what the slot has."""
+    return record.read_on(table.unstored(record.descriptor, record.cookie, record.num_read))
+
+
 def _give_all(table: HeldTable, path: Path, held: list[tuple[HeldRecord, socket.socket]]) -> None:
     """Give connections to the gateway that listens at a path, as long as it takes them, and drop them from the list."""
     with socket.socket(socket.AF_UNIX) as peer:
@@ -209,7 +221,9 @@ def _give_all(table: HeldTable, path: Path, held: list[tuple[HeldRecord, socket.
         while held and goes_on:
             record, connection = held.pop()
             # Whatever happens from here on, no second gateway may write on the connection.
-            if record is not IDLE:
+            if record.slot == _NO_SLOT:
+                table.note_given(connection.fileno())
+            else:
                 table.mark_given(record.slot)
             with connection:
                 goes_on = _give(peer, record, connection)
@@ -224,7 +238,7 @@ def _is_ours(peer: socket.socket) -> bool:
 
 def _give(peer: socket.socket, record: HeldRecord, connection: socket.socket) -> bool:
     """Give a connection away, or reset it if its response cannot be continued. Return whether the gateway goes on."""
-    past = IDLE.past if record is IDLE else record.rest(num_taken(connection.fileno()))
+    past = record.past if record.slot == _NO_SLOT else record.rest(num_taken(connection.fileno()))
     if past is None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         return True

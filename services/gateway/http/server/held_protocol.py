@@ -18,7 +18,7 @@ _ASKS_FOR_END = re.compile(rb"\r\nconnection:(?:[^\r\n]*,)?[ \t]*close[ \t]*(?:,
 _LOOK_SECONDS = 0.05
 
 
-class HeldProtocol(HttpProtocol):
+class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
     """Serves a connection whose responses another gateway may continue, or continues that of another gateway.
 
     Attributes:
@@ -46,10 +46,12 @@ class HeldProtocol(HttpProtocol):
             self.refusal = b""  # within a response there is no place for the words of another one
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        connection = transport.get_extra_info("socket")
+        self._cookie = cookie_of(connection)
         super().connection_made(transport)
         past, self._past = self._past, None
         if past is not None and not self._is_leaving:
-            self._num_received = num_read(self.transport.get_extra_info("socket").fileno())
+            self._num_received = num_read(connection.fileno())
             self.found = self._go_on(past)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -79,14 +81,21 @@ class HeldProtocol(HttpProtocol):
         if self.transport.get_write_buffer_size():
             self._loop.call_later(_LOOK_SECONDS, self._note_idle)
             return
-        connection = self.transport.get_extra_info("socket")
-        self._cookie = self._cookie or cookie_of(connection)
-        self._table.note_idle(connection.fileno(), self._cookie, self._num_received)
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        self._table.note_idle(descriptor, self._cookie, self._num_received)
 
     @property
     def _is_between_requests(self) -> bool:
         is_reading = self._in_head or self._framing_bytes or self._held or self._is_leaving
         return self._answered is None and not self._pipeline and not is_reading
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        # Not the event loop's own: what the kernel has given away, this process may not live to store.
+        self._table.begin_reading(self._cookie, self._num_received)
+        return self._table.inbox
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(self._table.read(nbytes))
 
     def data_received(self, data: bytes) -> None:
         # Here: what waits for a turn of the event loop is read, and is lost with this process.
@@ -96,10 +105,11 @@ class HeldProtocol(HttpProtocol):
             if not latest.arrive(data):
                 self._let_go()
         elif self._is_between_requests and (latest is None or latest.free_if_taken()):
-            self._latest = hold_arrival(self._table, self.flow, data)
+            self._latest = hold_arrival(self._table, self.flow, data, self._num_received)
             self._arrives = self._latest is not None
         elif latest is not None:
             latest.mark_followed()
+        self._table.end_reading()
         super().data_received(data)
 
     def on_message_begin(self) -> None:
@@ -164,7 +174,7 @@ class HeldProtocol(HttpProtocol):
         """Store a request that was too large to be stored as it arrived."""
         latest = self._latest
         if exchange.past is None and self._is_alone(exchange) and (latest is None or latest.free_if_taken()):
-            self._latest = hold_request(self._table, self.flow, exchange, body)
+            self._latest = hold_request(self._table, self.flow, exchange, body, self._num_received)
             if self._ends and self._latest is not None:
                 self._latest.mark_followed()
 
@@ -183,7 +193,7 @@ class HeldProtocol(HttpProtocol):
             self._let_go()  # what follows the request is stored with it
         if self._latest is not None and not self._latest.free_if_taken():
             return None
-        held = self._latest = hold_response(self._table, self.flow, exchange, body)
+        held = self._latest = hold_response(self._table, self.flow, exchange, body, self._num_received)
         if held is not None and (has_more or self._ends):
             held.mark_followed()
         return held
@@ -206,7 +216,7 @@ class HeldProtocol(HttpProtocol):
             self.transport.abort()
             return "refused"
         exchange.past, exchange.was_read = past, True
-        exchange.held = self._latest = hold_response(self._table, self.flow, exchange, b"", past)
+        exchange.held = self._latest = hold_response(self._table, self.flow, exchange, b"", self._num_received, past)
         if not past.has_begun:
             return "not_begun"
         exchange.started, exchange.status = True, 200

@@ -79,7 +79,7 @@ class HttpContext:
     """Set when each connection shall end with its next response."""
 
 
-class HttpProtocol(asyncio.Protocol):
+class HttpProtocol(asyncio.BaseProtocol):
     """Serves one connection, for uvicorn's argument ``http``.
 
     The parser calls the methods ``on_...``. Requests that a client sends before it has the response to an earlier one
@@ -157,6 +157,9 @@ class HttpProtocol(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.flow.resume_writing()
+
+    def eof_received(self) -> None:
+        """Let the transport close: a client that sends nothing more has left."""
 
     def shutdown(self) -> None:
         """Close the connection if no request is in work; uvicorn calls it when the server ends."""

@@ -170,7 +170,7 @@ async def _no_application(scope: object, receive: object, send: object) -> NoRet
     raise AssertionError("the protocol gives requests to the gateway's own application, without ASGI")
 
 
-def _config(make_protocol: Callable[..., asyncio.Protocol]) -> uvicorn.Config:
+def _config(make_protocol: Callable[..., asyncio.BaseProtocol]) -> uvicorn.Config:
     return uvicorn.Config(
         _no_application,
         interface="asgi3",
@@ -258,7 +258,7 @@ class TlsFronts:
     """Makes a :class:`TlsFront` for each connection, and owns their handshakes."""
 
     def __init__(
-        self, context: ssl.SSLContext, connections: Connections, make: Callable[..., asyncio.Protocol]
+        self, context: ssl.SSLContext, connections: Connections, make: Callable[..., asyncio.BaseProtocol]
     ) -> None:
         """``make``: makes the protocol that a connection gets after its handshake, with what uvicorn passes."""
         self._context = context
@@ -283,7 +283,7 @@ class TlsFront(asyncio.Protocol):
         self,
         context: ssl.SSLContext,
         connections: Connections,
-        make: Callable[[], asyncio.Protocol],
+        make: Callable[[], asyncio.BaseProtocol],
         tasks: Tasks,
     ) -> None:
         self._context = context

@@ -57,7 +57,7 @@ class Connection:
         return HttpExchange(("POST", path, b"a=1"), pairs, body, sink)
 
     def begin(self, table: HeldTable, body: bytes = b"{}", **headers: str) -> HeldResponse:
-        held = hold_response(table, self.flow, self.exchange(host="here", **headers), body)
+        held = hold_response(table, self.flow, self.exchange(host="here", **headers), body, 0)
         assert held is not None
         return held
 
@@ -128,18 +128,18 @@ async def test_requests_of_any_size(size: int) -> None:
 async def test_what_cannot_be_continued_is_not_held() -> None:
     table = HeldTable(1)
     async with connected() as connection:
-        assert hold_response(table, connection.flow, connection.exchange(), b"x" * (1 << 20)) is None
-        assert hold_response(table, connection.flow, connection.exchange("/v1/a b"), b"") is None
+        assert hold_response(table, connection.flow, connection.exchange(), b"x" * (1 << 20), 0) is None
+        assert hold_response(table, connection.flow, connection.exchange("/v1/a b"), b"", 0) is None
         assert table.num_held == 0
         held = connection.begin(table)
-        assert hold_response(table, connection.flow, connection.exchange(), b"") is None  # no slot is left
+        assert hold_response(table, connection.flow, connection.exchange(), b"", 0) is None  # no slot is left
         held.close()
-        assert hold_response(HeldTable(0), connection.flow, connection.exchange(), b"") is None
+        assert hold_response(HeldTable(0), connection.flow, connection.exchange(), b"", 0) is None
     mine, other = socket.socketpair()
     with other:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, mine)
         assert (
-            hold_response(table, ClientFlow(transport), connection.exchange(), b"") is None
+            hold_response(table, ClientFlow(transport), connection.exchange(), b"", 0) is None
         )  # the kernel does not count
         transport.abort()
         await asyncio.sleep(0)
@@ -149,16 +149,16 @@ async def test_requests_that_arrive_leave_slots_to_those_of_which_more_is_known(
     """Nothing is known of the clients that send first bytes."""
     table = HeldTable(4)
     async with connected() as one, connected() as two, connected() as three:
-        arrived = hold_arrival(table, one.flow, b"POST")
+        arrived = hold_arrival(table, one.flow, b"POST", 0)
         assert arrived is not None
-        assert hold_arrival(table, two.flow, b"POST") is not None
-        assert hold_arrival(table, three.flow, b"POST") is None
+        assert hold_arrival(table, two.flow, b"POST", 0) is not None
+        assert hold_arrival(table, three.flow, b"POST", 0) is None
         arrived.know()
-        other = hold_arrival(table, three.flow, b"POST")
+        other = hold_arrival(table, three.flow, b"POST", 0)
         assert other is not None
         other.close()
         arrived.close()
-        assert hold_arrival(table, one.flow, b"POST") is not None
+        assert hold_arrival(table, one.flow, b"POST", 0) is not None
         three.begin(table)
         assert table.num_held == 3
 
@@ -166,7 +166,7 @@ async def test_requests_that_arrive_leave_slots_to_those_of_which_more_is_known(
 async def test_what_is_stored_behind_a_request_is_lost_once_it_is_answered() -> None:
     table = HeldTable(4)
     async with connected() as connection:
-        held = hold_arrival(table, connection.flow, b"two requests")
+        held = hold_arrival(table, connection.flow, b"two requests", 0)
         assert held is not None
         held.mark_followed(is_stored=True)
         assert only(table.records()).past.state == ARRIVED
@@ -176,7 +176,7 @@ async def test_what_is_stored_behind_a_request_is_lost_once_it_is_answered() -> 
         await asyncio.sleep(0)
         assert not table.num_held
     async with connected() as connection:
-        held = hold_arrival(table, connection.flow, b"two requests and a part of a third one")
+        held = hold_arrival(table, connection.flow, b"two requests and a part of a third one", 0)
         assert held is not None
         held.mark_followed()
         held.mark_followed(is_stored=True)
@@ -432,7 +432,7 @@ async def test_what_was_given_away_is_given_to_no_other() -> None:
 async def test_a_response_to_what_has_arrived_is_made_once_more_or_ends() -> None:
     table = HeldTable(1)
     async with connected() as connection:
-        held = hold_arrival(table, connection.flow, b"POST /a HTTP/1.1")
+        held = hold_arrival(table, connection.flow, b"POST /a HTTP/1.1", 0)
         assert held is not None
         assert held.arrive(b"\r\nhost: here\r\n\r\n")
         record = only(table.records())
@@ -453,7 +453,7 @@ async def test_a_response_to_what_has_arrived_is_made_once_more_or_ends() -> Non
         held.close()
         await asyncio.sleep(0)
         assert not held.arrive(b"late")
-        held = hold_arrival(table, connection.flow, b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        held = hold_arrival(table, connection.flow, b"GET / HTTP/1.1\r\nhost: here\r\n\r\n", 0)
         assert held is not None
         held.know()
         connection.flow.transport.write(HEAD)
@@ -469,7 +469,7 @@ async def test_a_tail_is_stored_from_the_beginning(size: int) -> None:
     table, tail = HeldTable(1), bytes(range(250)) * (size // 250 + 1)
     past = PastResponse(b"the request", tail[:size], BEGUN | CHUNKED | NAMED, ID, 7, (OutputEntry(True, False, 9, 9),))
     async with connected() as connection:
-        held = hold_response(table, connection.flow, connection.exchange(), b"", past)
+        held = hold_response(table, connection.flow, connection.exchange(), b"", 0, past)
         assert held is not None
         record = only(table.records())
         assert record.missing(num_taken(record.descriptor)) == past.tail
@@ -499,7 +499,7 @@ async def test_the_number_of_the_next_event_stands_in_the_bytes() -> None:
         assert past.number == 2
         held.close()
     async with connected() as connection:
-        assert hold_response(table, connection.flow, connection.exchange(), b"", past) is not None
+        assert hold_response(table, connection.flow, connection.exchange(), b"", 0, past) is not None
         assert _rest(table).number == 2
 
 
@@ -543,7 +543,7 @@ async def test_a_request_for_which_there_is_no_descriptor_is_not_held(monkeypatc
     table = HeldTable(1)
     monkeypatch.setattr(os, "memfd_create", full)
     async with connected() as connection:
-        assert hold_response(table, connection.flow, connection.exchange(host="here"), b"x" * (20 << 10)) is None
+        assert hold_response(table, connection.flow, connection.exchange(host="here"), b"x" * (20 << 10), 0) is None
         assert table.num_held == 0
 
 
@@ -552,6 +552,6 @@ async def test_the_response_to_a_client_that_has_left_is_not_held() -> None:
     async with connected() as connection:
         connection.transport.abort()
         for _ in range(3):
-            assert hold_response(table, connection.flow, connection.exchange(host="here"), b"{}") is None
+            assert hold_response(table, connection.flow, connection.exchange(host="here"), b"{}", 0) is None
             assert table.num_held == 0
             await asyncio.sleep(0)

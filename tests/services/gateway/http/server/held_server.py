@@ -127,7 +127,7 @@ def table_has_less(record: Any, size: int) -> bool:
 
 
 def idle_ones(table: HeldTable) -> list[int]:
-    return sorted(each for each in connection_holder._descriptors() if table.is_idle(each))
+    return sorted(each for each in connection_holder._descriptors() if table.waiting(each) == b"")
 
 
 def is_ended(client: socket.socket) -> bool:

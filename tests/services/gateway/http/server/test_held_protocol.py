@@ -22,6 +22,8 @@ from tests.services.gateway.http.server.held_server import (
 )
 from tokenloom.services.gateway.http.held_table import ARRIVED, FOLLOWED, PastResponse
 from tokenloom.services.gateway.http.server import connection_holder
+from tokenloom.services.gateway.http.server.held_protocol import HeldProtocol
+from tokenloom.services.gateway.http.tcp_counters import num_read
 
 
 async def test_a_request_behind_another_one_is_noted() -> None:
@@ -92,6 +94,54 @@ async def test_what_has_arrived_of_a_request_goes_on_elsewhere() -> None:
                         assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+async def num_read_is(descriptor: int, count: int) -> None:
+    await until(lambda: num_read(descriptor) == count)
+
+
+@pytest.mark.parametrize("size", [0, 20])
+async def test_what_was_read_and_not_stored_goes_on_elsewhere(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway may be killed in between, when it has read the first bytes of a request or further ones."""
+    async with serving() as (server, table), serving() as (other, _):
+        table.port = port_of(server)
+        with socket.create_connection(("127.0.0.1", table.port)) as client:
+            client.setblocking(False)
+            (descriptor,) = await until(lambda: idle_ones(table))
+            client.send(REQUEST[:size])
+            await num_read_is(descriptor, size)
+            await until(lambda: len(list(table.records())) == bool(size))
+            with monkeypatch.context() as killed:
+                killed.setattr(HeldProtocol, "data_received", lambda *_: None)
+                client.send(REQUEST[size:])
+                await num_read_is(descriptor, len(REQUEST))
+                held = connection_holder._held_of(table)
+                (record,) = [each for each, found in held if found.fileno() == descriptor]
+                for _, each in held:
+                    each.detach()
+                past = record.past if record.slot < 0 else record.rest(record.base)
+                assert past is not None
+                assert (past.request, past.is_known, past.state & FOLLOWED) == (REQUEST, False, 0)
+            ours = socket.socket(fileno=os.dup(descriptor))
+            for each in tuple(server._server.server_state.connections):
+                each.transport.abort()  # type: ignore[attr-defined]
+            assert await other.take(past, ours) == "not_begun"
+            assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_what_was_read_behind_a_request_and_not_noted_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its client would wait for the answer to what the killed gateway had read."""
+    async with serving() as (server, table):
+        with connection() as (ours, client):
+            assert await server.take(PastResponse(SLOW_REQUEST.replace(b"slow", b"held")), ours) == "not_begun"
+            (record,) = await until(lambda: list(table.records()))
+            assert connection_holder._whole(table, record) == record
+            monkeypatch.setattr(HeldProtocol, "data_received", lambda *_: None)
+            client.send(REQUEST)
+            await num_read_is(record.descriptor, len(REQUEST))
+            assert connection_holder._whole(table, record).past.state == FOLLOWED
+
+
 async def test_a_request_of_which_a_repeat_would_act_twice_ends_with_its_gateway() -> None:
     async with serving() as (server, table):
         with socket.create_connection(("127.0.0.1", port_of(server))) as client:
@@ -147,6 +197,20 @@ async def test_a_connection_without_a_request_is_idle() -> None:
         with socket.create_connection(("127.0.0.1", port_of(server))):
             await asyncio.sleep(0.01)
             assert idle_ones(table) == []  # of another listener
+
+
+async def test_a_connection_of_another_gateway_is_idle_although_its_port_is_another() -> None:
+    """The gateway that has taken it may be killed too. Once given away it is nothing for a further one."""
+    async with serving() as (server, table):
+        table.port = port_of(server)
+        with connection() as (ours, client):
+            assert await server.take(connection_holder.IDLE.past, ours) == "idle"
+            for _ in range(2):
+                (descriptor,) = await until(lambda: idle_ones(table))
+                client.send(REQUEST)
+                await received(client, b"POST")
+            table.note_given(descriptor)
+            assert idle_ones(table) == []
 
 
 async def test_an_idle_connection_is_served_by_the_next_gateway() -> None:

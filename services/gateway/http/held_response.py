@@ -235,7 +235,10 @@ class HeldResponse:
         return file is not None
 
     def name(self, request_id: str, entries: list[int]) -> None:
-        """Store the id of the request, and a word for each output: see :attr:`OutputEntry.word`."""
+        """Store the id of the request, and a word for each output: see :attr:`OutputEntry.word`. Does nothing once the
+        response has ended, as where its client has left: the slot may be another one's."""
+        if self._is_closed:
+            return
         self._settle()
         self._entries, self._pack = entries, BANKS[len(entries)].pack_into
         if request_id:
@@ -307,8 +310,10 @@ class HeldResponse:
             self._free()
 
     def free_if_taken(self) -> bool:
-        """Give the slot back, if it is closed and the kernel has its last bytes. Return whether it has none now."""
-        if self._is_closed and (self._transport.is_closing() or not self._transport.get_write_buffer_size()):
+        """Give the slot back, if it is closed, and the kernel has its last bytes or the connection has ended. Return
+        whether it has none now."""
+        # A transport that is closing still writes what it has.
+        if self._is_closed and (self.flow.is_lost or not self._transport.get_write_buffer_size()):
             self._free()
         return self._is_free
 

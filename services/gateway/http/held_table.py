@@ -199,6 +199,8 @@ class HeldRecord:
         ``num_taken``: bytes that it has taken from the connection.
         """
         num_left = self.base + self.total - num_taken
+        if num_left == -1 and self.past.is_over:  # the kernel counts the end of what is sent as a byte
+            num_left = 0
         return self.last[len(self.last) - num_left :] if 0 <= num_left <= len(self.last) else None
 
 

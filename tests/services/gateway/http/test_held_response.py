@@ -72,7 +72,8 @@ async def connected() -> AsyncIterator[Connection]:
             client.setblocking(False)
             yield Connection(transport, client)
         finally:
-            transport.abort()
+            if not transport.is_closing():
+                transport.abort()
             await asyncio.sleep(0)
 
 
@@ -394,7 +395,9 @@ async def test_when_a_response_is_over(pieces: tuple[bytes, ...], is_over: bool)
         assert table.num_held == 0
 
 
-async def test_a_response_is_held_until_the_kernel_has_its_end() -> None:
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_a_response_is_held_until_the_kernel_has_its_end(is_last: bool) -> None:
+    """Also where its connection is to be closed, which waits for that too."""
     table = HeldTable(1)
     async with connected() as connection:
         held = connection.begin(table)
@@ -406,6 +409,8 @@ async def test_a_response_is_held_until_the_kernel_has_its_end() -> None:
             await asyncio.sleep(0)
         connection.flow.transport.write(END)
         held.close()
+        if is_last:
+            connection.transport.close()
         await asyncio.sleep(0)
         record = only(table.records())
         missing = record.missing(num_taken(record.descriptor))
@@ -416,6 +421,29 @@ async def test_a_response_is_held_until_the_kernel_has_its_end() -> None:
                 with contextlib.suppress(BlockingIOError):
                     connection.client.recv(1 << 20)
                 await asyncio.sleep(0.001)
+
+
+async def test_the_end_of_the_connection_is_no_byte_of_its_last_response() -> None:
+    """Although the kernel counts it as one: the client would lose what is on its way."""
+    table = HeldTable(1)
+    async with connected() as connection:
+        connection.begin(table)
+        connection.flow.transport.write(PLAIN_HEAD)
+        connection.transport.write_eof()
+        record = only(table.records())
+        assert record.missing(num_taken(record.descriptor)) == b""
+
+
+async def test_a_response_that_has_ended_names_no_request_of_its_slot() -> None:
+    """As that of a client that has left while its request was read: the slot is another connection's."""
+    table = HeldTable(1)
+    async with connected() as left, connected() as connection:
+        ended = left.begin(table)
+        ended.close()
+        connection.begin(table)
+        record = only(table.records())
+        ended.name(ID, [0])
+        assert only(table.records()) == record
 
 
 async def test_what_was_given_away_is_given_to_no_other() -> None:

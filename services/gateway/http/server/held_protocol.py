@@ -16,6 +16,8 @@ from .http_protocol import HttpContext, HttpProtocol
 
 _ASKS_FOR_END = re.compile(rb"\r\nconnection:(?:[^\r\n]*,)?[ \t]*close[ \t]*(?:,|\r|$)", re.IGNORECASE)
 _LOOK_SECONDS = 0.05
+_ENDS = "ends"
+"""Why the protocol holds reading back until it leaves: no request that follows would be answered."""
 
 
 class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
@@ -100,7 +102,12 @@ class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
     def data_received(self, data: bytes) -> None:
         # Here: what waits for a turn of the event loop is read, and is lost with this process.
         self._num_received += len(data)
-        latest = self._latest
+        latest, answered = self._latest, self._answered
+        if self._ends and answered is not None and not answered.body.is_incomplete:
+            # The rest of what the killed gateway has read a part of: it is no request, and would end the response.
+            self.flow.hold(_ENDS)
+            self._table.end_reading()
+            return
         if self._arrives and latest is not None:
             if not latest.arrive(data):
                 self._let_go()

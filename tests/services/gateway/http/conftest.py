@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-BOTH_LOOPS = ("test_tls_front.py",)
+BOTH_LOOPS = ("test_tls_front.py", "test_held_protocol.py", "test_connection_holder.py")
 """Tests of what depends on the loop: services run on uvloop, their tests on asyncio's own."""
 
 

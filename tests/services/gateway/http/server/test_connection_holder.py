@@ -37,6 +37,7 @@ from tokenloom.services.gateway.http.held_table import (
 )
 from tokenloom.services.gateway.http.server import connection_holder, http_protocol
 from tokenloom.services.gateway.http.server.connection_holder import TakenConnections
+from tokenloom.services.gateway.http.tcp_counters import num_read
 from tokenloom.services.gateway.metrics.gateway_metrics import count_taken
 
 _LENGTHS = struct.Struct(">III")
@@ -51,6 +52,20 @@ async def test_a_response_that_has_begun_goes_on_and_the_connection_stays() -> N
             client.send(b"GET /b HTTP/1.1\r\nhost: here\r\n\r\n")
             assert (await received(client, b"GET")).startswith(b"HTTP/1.1 200 OK\r\n")
         await until(lambda: not table.num_held)
+
+
+async def test_the_rest_of_a_further_request_ends_no_response_that_is_being_made() -> None:
+    """Another gateway has read its beginning: it is no request, and comes while the answer before it is computed."""
+    async with serving() as (server, table):
+        for state in (0, ARRIVED):
+            with connection() as (ours, client):
+                request = REQUEST.replace(b"/a", b"/wait")
+                assert await server.take(PastResponse(request, state=state | FOLLOWED), ours) == "not_begun"
+                client.send(rest := b"HTTP/1.1\r\nhost: here\r\n\r\n")
+                (record,) = table.records()
+                await until(lambda record=record: num_read(record.descriptor) == len(rest))  # type: ignore[misc]
+                assert connection_holder._whole(table, record).past.request == request
+                assert (await received(client, b"POST")).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 async def test_a_connection_ends_with_its_response_if_a_further_request_was_read() -> None:

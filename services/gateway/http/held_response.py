@@ -17,6 +17,8 @@ from .held_table import (
     BEHIND,
     CHUNKED,
     ENDED,
+    FILE,
+    FILE_AT,
     FIXED,
     FIXED_AT,
     FOLLOWED_AT,
@@ -24,11 +26,11 @@ from .held_table import (
     LENGTH_AT,
     MOST_AT_ONCE,
     MOST_BUFFERED,
+    MOST_FILE_BYTES,
     MOST_LEFT,
     NAME,
     NAME_AT,
     NAMED,
-    REQUEST_AT,
     REQUEST_BYTES,
     RING_AT,
     RING_BYTES,
@@ -258,14 +260,17 @@ class HeldResponse:
 
     def arrive(self, data: bytes) -> bool:
         """Store what follows in the request. Return whether it has room."""
-        cookie, base, length, *others = self._fixed
-        end = length + len(data)
-        if self._is_closed or end > REQUEST_BYTES:
+        if self._is_closed:
             return False
-        at = self._slot * SLOT_BYTES
-        self._memory[at + REQUEST_AT + length : at + REQUEST_AT + end] = data
-        self._words[(at + LENGTH_AT) // 8] = end  # one word: what was stored in part does not count
-        self._fixed = cookie, base, end, *others  # type: ignore[assignment]
+        cookie, base, length, before, descriptor, last_file = self._fixed
+        file = self._table.add(self._slot, last_file, length, data, MOST_FILE_BYTES // 2)
+        if file is None:
+            return False
+        at, end = self._slot * SLOT_BYTES, length + len(data)
+        self._fixed = cookie, base, end, before, descriptor, file
+        if file != last_file:
+            FILE.pack_into(self._memory, at + FILE_AT, file)
+        self._words[(at + LENGTH_AT) // 8] = end  # one word: what was stored in part does not count, nor a file before
         return True
 
     def know(self) -> None:
@@ -378,23 +383,10 @@ def hold_response(
 def hold_arrival(table: HeldTable, flow: ClientFlow, data: bytes, num_received: int) -> HeldResponse | None:
     """Store the first bytes of a request; return None where that cannot be. ``num_received``: bytes that were read of
     the connection, with these."""
-    if not table.may_arrive or len(data) > REQUEST_BYTES or not _can_hold(flow):
+    has_room = len(data) <= REQUEST_BYTES or table.file_bytes + len(data) <= MOST_FILE_BYTES // 2
+    if not has_room or not table.may_arrive or not _can_hold(flow):
         return None
-    return _hold_unanswered(table, flow, data, num_received)
-
-
-def hold_request(
-    table: HeldTable, flow: ClientFlow, asked: AskedRequest, body: bytes | bytearray, num_received: int
-) -> HeldResponse | None:
-    """Store a request that has arrived as a whole, and of which no more is known; return None where that cannot be.
-    ``num_received``: as of :func:`hold_response`."""
-    if table.is_full or not _can_hold(flow) or not (request := request_bytes(asked, body)):
-        return None
-    return _hold_unanswered(table, flow, request, num_received)
-
-
-def _hold_unanswered(table: HeldTable, flow: ClientFlow, request: bytes, num_received: int) -> HeldResponse | None:
-    if (held := _hold(table, flow, request, num_received, PastResponse(b"", state=ARRIVED))) is not None:
+    if (held := _hold(table, flow, data, num_received, PastResponse(b"", state=ARRIVED))) is not None:
         table.begin_arrival()
     return held
 

@@ -27,11 +27,11 @@ RING_BYTES = MOST_BUFFERED + 2 * MOST_AT_ONCE
 bytes; what the kernel has not taken is among the others."""
 MOST_LEFT = RING_BYTES - MOST_AT_ONCE
 REQUEST_BYTES = 14 << 10
-"""A larger request is stored in a file in memory of its own."""
+"""Of a request in its slot. What is behind is stored in a file in memory of its own."""
 MOST_REQUEST_BYTES = 1 << 20
 """The response to a larger request is not held; of one with a larger piece, neither this piece nor the rest is."""
 MOST_FILE_BYTES = 64 << 20
-"""Of all requests and pieces in files of their own."""
+"""Of all requests and pieces in files of their own. Requests that arrive add none beyond half of it."""
 MOST_OUTPUTS = 64
 
 BEGUN, CHUNKED, NAMED, SHAPED, ENDED, FOLLOWED, ARRIVED = 1, 2, 4, 8, 16, 32, 64
@@ -44,6 +44,7 @@ FIXED = struct.Struct("@QQQqii")
 """Cookie, base, bytes of the request, those that were read of the connection before it, descriptor, file of the request
 or -1. They stay until the slot is free, but for the request that arrives."""
 FixedFields = tuple[int, int, int, int, int, int]
+FILE = struct.Struct("@i")
 NAME = struct.Struct("@II40sI")
 """Time, outputs, id of the request, number of the first event that is stored here."""
 BANKS = [struct.Struct(f"@{4 + count}Q") for count in range(MOST_OUTPUTS + 1)]
@@ -55,7 +56,7 @@ BANK_BYTES = 32 + 8 * MOST_OUTPUTS
 SINCE_BYTES, SINCE_TOKENS, SINCE_CHARS = 2, 18, 38
 """Where they begin in the word of what was added to a response of one output since a bank was stored: bytes, tokens and
 characters. Its lowest bits are those of the bank's number: where they are not, nothing was added to that bank."""
-LENGTH_AT = FIXED_AT + 16
+LENGTH_AT, FILE_AT = FIXED_AT + 16, FIXED_AT + 36
 BEHIND, STORED_BEHIND = 1, 2
 """What was read behind the request: bytes that are lost with the gateway, or some that are stored with the request. The
 latter are read again with it while the response has not begun."""
@@ -317,14 +318,27 @@ class HeldTable:
             descriptor, cookie, base = connection.fileno(), cookie_of(connection), num_taken(connection)
         except OSError:  # a unix socket
             return None
-        file = self.open_file(request) if len(request) > REQUEST_BYTES else -1
-        if file is None:
-            return None
         slot = self._free.pop()
-        if file < 0:
-            start = slot * SLOT_BYTES + REQUEST_AT
-            self.memory[start : start + len(request)] = request
+        if (file := self.add(slot, -1, 0, request)) is None:
+            self._free.append(slot)
+            return None
         return slot, (cookie, base, len(request), num_received - len(request), descriptor, file)
+
+    def add(self, slot: int, file: int, length: int, data: bytes, most: int = MOST_FILE_BYTES) -> int | None:
+        """Store what follows in a request, of which ``length`` bytes are stored. Return the file that has what is
+        behind those in the slot, -1: there is none; None where there is no room. ``file``: that of before. ``most``:
+        bytes of all files, with these."""
+        fits = max(min(len(data), REQUEST_BYTES - length), 0)
+        if len(data) > fits:
+            if length + len(data) > MOST_REQUEST_BYTES or self._file_bytes + len(data) - fits > most:
+                return None
+            if file < 0:
+                file = self.open_file(data[fits:])
+            elif not self._write(file, data[fits:]):
+                return None
+        start = slot * SLOT_BYTES + REQUEST_AT + length
+        self.memory[start : start + fits] = data[:fits]
+        return file
 
     def free(self, slot: int) -> None:
         """Give a slot back."""
@@ -336,11 +350,22 @@ class HeldTable:
         if len(data) > MOST_REQUEST_BYTES or self._file_bytes + len(data) > MOST_FILE_BYTES:
             return None
         try:
-            file = _file_of(data)
-        except OSError:  # no memory or descriptor is left
+            file = os.memfd_create("tokenloom-held-request")
+        except OSError:  # no descriptor is left
             return None
-        self._file_bytes += len(data)
-        return file
+        if self._write(file, data):
+            return file
+        self.close_file(file)
+        return None
+
+    def _write(self, file: int, data: bytes) -> bool:
+        """Write to the end of a file; return whether there was memory for all of it."""
+        try:
+            written = os.write(file, data)
+        except OSError:
+            return False
+        self._file_bytes += written
+        return written == len(data)
 
     def close_file(self, file: int) -> None:
         """Close a file that :meth:`open_file` has opened."""
@@ -370,7 +395,9 @@ class HeldTable:
         followed = self.words[(at + FOLLOWED_AT) // 8]
         if followed == BEHIND or (followed == STORED_BEHIND and state & BEGUN):
             state |= FOLLOWED
-        request = memory[at + REQUEST_AT : at + REQUEST_AT + length] if file < 0 else os.pread(file, length, 0)
+        request = memory[at + REQUEST_AT : at + REQUEST_AT + min(length, REQUEST_BYTES)]
+        if length > REQUEST_BYTES:
+            request += os.pread(file, length - REQUEST_BYTES, 0)
         last = last_bytes(memory[at + RING_AT : at + SLOT_BYTES], total, large - 1, large_end)
         is_named = bool(state & NAMED)
         past = PastResponse(
@@ -400,15 +427,3 @@ def _next_number(data: bytes, first: int) -> int:
     # The numbers stand in the bytes, so that a token costs nothing more: the last piece that has one is stored whole.
     *_, last = (None, *_NUMBERED.finditer(data))
     return first if last is None else int(last[1]) + 1
-
-
-def _file_of(data: bytes) -> int:
-    """Return the descriptor of a file in memory."""
-    file = os.memfd_create("tokenloom-held-request")
-    try:
-        with open(file, "wb", buffering=0, closefd=False) as written:
-            written.write(data)
-    except OSError:
-        os.close(file)
-        raise
-    return file

@@ -180,8 +180,6 @@ class HttpExchange:
         hold: Stores the response from now on for a gateway that would continue it, given the request's body; None: no
             gateway would.
         held: What stores it; None: nothing does.
-        keep: Stores the request for a gateway that would answer it in place of this one, given its whole body; None: no
-            gateway would.
         let_go: Lets the request end with this gateway, if that is killed: answered once more by another one, it would
             have effects twice. None: it does so in any case.
         stays: Whether its connection ends with this gateway too: the client goes on with what this one alone has. On a
@@ -191,7 +189,6 @@ class HttpExchange:
     past: "PastResponse | None" = None
     hold: "Callable[[bytes | bytearray], HeldResponse | None] | None" = None
     held: "HeldResponse | None" = None
-    keep: "Callable[[bytes | bytearray], None] | None" = None
     let_go: Callable[[], None] | None = None
     stays = False
     tenant: Tenant
@@ -253,8 +250,6 @@ class HttpExchange:
         if length is not None and length > limit:
             raise too_large(limit)
         await self.body.read(limit, length)
-        if self.keep is not None:
-            self.keep(self.body.data)
         return self.body
 
     @contextmanager

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 from ..client_flow import ClientDisconnected, ResponseWriter
-from ..held_response import HeldResponse, hold_arrival, hold_request, hold_response
+from ..held_response import HeldResponse, hold_arrival, hold_response
 from ..held_table import FOLLOWED, HeldTable, PastResponse
 from ..http_exchange import HttpExchange
 from ..tcp_counters import cookie_of, num_read
@@ -137,9 +137,8 @@ class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
             super()._refuse(status, text, reason)
 
     def _start(self, exchange: HttpExchange) -> None:
-        exchange.hold, exchange.keep = partial(self._hold, exchange), partial(self._keep, exchange)
-        exchange.let_go, self._stays = partial(self._give_up, exchange), False
-        exchange.was_read = self._reads_again
+        exchange.hold, exchange.let_go = partial(self._hold, exchange), partial(self._give_up, exchange)
+        self._stays, exchange.was_read = False, self._reads_again
         # A client of HTTP/1.0 takes the end of its connection for that of the response, and one that waits for
         # permission to send its body gets it once.
         if self._expects_continue or not cast(ResponseWriter, exchange.response).speaks_1_1:
@@ -150,7 +149,7 @@ class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
         if exchange.held is not None:
             exchange.held.close()
         # They refer to it, and would keep it for the garbage collector.
-        exchange.hold = exchange.keep = exchange.let_go = None
+        exchange.hold = exchange.let_go = None
         super()._on_answered(exchange, task)
 
     def _let_go(self) -> None:
@@ -166,24 +165,10 @@ class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
         answer: a client that has lost its connection asks again, one that has got a 404 does not."""
         self._stays = exchange.stays
         self._let_go()
-        exchange.hold = exchange.keep = exchange.held = None
+        exchange.hold = exchange.held = None
         if self._stays and self._is_taken:
             self.transport.abort()
             raise ClientDisconnected
-
-    def _is_alone(self, exchange: HttpExchange) -> bool:
-        """Return whether a request that has arrived can be written once more, and is all that was read."""
-        has_more = self._pipeline or self._in_head or self._held
-        speaks_1_1 = cast(ResponseWriter, exchange.response).speaks_1_1
-        return speaks_1_1 and not has_more and exchange.body.files is None
-
-    def _keep(self, exchange: HttpExchange, body: bytes | bytearray) -> None:
-        """Store a request that was too large to be stored as it arrived."""
-        latest = self._latest
-        if exchange.past is None and self._is_alone(exchange) and (latest is None or latest.free_if_taken()):
-            self._latest = hold_request(self._table, self.flow, exchange, body, self._num_received)
-            if self._ends and self._latest is not None:
-                self._latest.mark_followed()
 
     def _hold(self, exchange: HttpExchange, body: bytes | bytearray) -> HeldResponse | None:
         if exchange.past is not None:

@@ -24,6 +24,7 @@ from tokenloom.services.gateway.http.held_table import (
     MOST_FILE_BYTES,
     MOST_REQUEST_BYTES,
     NAMED,
+    REQUEST_BYTES,
     RING_BYTES,
     HeldRecord,
     HeldTable,
@@ -260,6 +261,30 @@ async def test_large_pieces_are_stored_with_what_the_kernel_has_not_taken_before
         assert table.file_bytes == 0
 
 
+async def test_a_request_is_stored_piece_by_piece() -> None:
+    """At any time there is all that has arrived; a part of the room for files is for what is known."""
+    table, rng = HeldTable(4), random.Random(6)
+    async with connected() as connection:
+        held = hold_arrival(table, connection.flow, request := rng.randbytes(9), 9)
+        assert held is not None
+        for size in (REQUEST_BYTES - 10, 1, 1, 50_000, 7):
+            piece = rng.randbytes(size)
+            assert held.arrive(piece)
+            record, request = only(table.records()), request + piece
+            assert (record.past.request, record.num_read) == (request, len(request))
+        most = MOST_FILE_BYTES // 2
+        files = [table.open_file(bytes(MOST_REQUEST_BYTES)) for _ in range(most // MOST_REQUEST_BYTES)]
+        assert not held.arrive(b"x")
+        async with connected() as other:
+            assert hold_arrival(table, other.flow, bytes(REQUEST_BYTES + 1), 0) is None
+        assert only(table.records()).past.request == request
+        for file in files:
+            assert file is not None
+            table.close_file(file)
+        held.close()
+        assert table.file_bytes == 0
+
+
 async def until_free(table: HeldTable) -> None:
     async with asyncio.timeout(SOON):
         while table.num_held:  # noqa: ASYNC110
@@ -465,7 +490,7 @@ async def test_a_response_to_what_has_arrived_is_made_once_more_or_ends() -> Non
         assert held.arrive(b"\r\nhost: here\r\n\r\n")
         record = only(table.records())
         assert record.past.request == b"POST /a HTTP/1.1\r\nhost: here\r\n\r\n"
-        assert not held.arrive(b"x" * (14 << 10))
+        assert not held.arrive(b"x" * MOST_REQUEST_BYTES)
         again = PastResponse(record.past.request, state=ARRIVED)
         assert record.rest(record.base) == again
         connection.flow.transport.write(HEAD)

@@ -249,12 +249,14 @@ class OutputPool:
                     return found
             # As in a search: the gateway that has it may be about to place it again.
             now = loop.time()
-            is_settled = all(link.stream is not None and now - link.changed_at >= SEARCH_SECONDS for link in links)
+            is_known = bool(links) and all(link.stream is not None for link in links)
+            may_come = any(now - link.changed_at < SEARCH_SECONDS for link in links)
             if self._copies is not None and (found := await self._recall_any(from_copy)) is not None:
                 return found
             if num_silent and now - asked_at >= SILENT_SECONDS:
                 raise errors.Unavailable("An output processor that may have the request does not answer; retry.")
-            if not num_silent and (now - asked_at >= SEARCH_SECONDS or (links and is_settled)):
+            waits = may_come and now - asked_at < SILENT_SECONDS
+            if not (num_silent or waits) and (is_known or now - asked_at >= SEARCH_SECONDS):
                 raise errors.RequestLost("The request is not known any more; send it again as a new request.")
             await asyncio.sleep(RETRY_SECONDS)
 
@@ -480,9 +482,9 @@ class OutputPool:
         """Return when a request is lost that no output processor has."""
         until = request.sought_until
         for link in self._links:
-            # An output processor that is cut off keeps the request for UNSETTLED_SECONDS. After any change of a link,
-            # the gateway that had the request may still hold it, to place it again: at that moment every output
-            # processor answers that it does not have it.
+            # An output processor that is cut off, or not connected yet, keeps the request for UNSETTLED_SECONDS. After
+            # any change of a link, the gateway that had the request may still hold it, to place it again: at that
+            # moment every output processor answers that it does not have it.
             until = max(until, link.changed_at + (UNSETTLED_SECONDS if link.stream is None else SEARCH_SECONDS))
         return until
 

@@ -345,7 +345,8 @@ class OutputLink:
         stream: The live stream, once both sides have said hello; otherwise None.
         mark: What stands for the output processor in ids of requests, once it has said hello: a digest of its name. By
             it any gateway finds a request; nothing else can be read from an id.
-        changed_at: When it was lost, or returned, last; -inf if it was never lost.
+        changed_at: When it was lost, or returned, last; -inf once it was connected and never lost. Before that, when
+            this gateway has begun to connect: what another gateway has begun may be there.
         is_left: Whether its present incarnation has sent :data:`MAX_WRONG_FRAMES` wrong frames, so that it gets no
             requests that another one can run.
         stub: Calls it, while ``stream`` is live.
@@ -367,7 +368,8 @@ class OutputLink:
         """
         self.address = address
         self.mark = UNKNOWN_MARK
-        self.changed_at = -math.inf
+        self.changed_at = asyncio.get_running_loop().time()
+        self._was_lost = False
         self._owner = owner
         self.stream: ProcessStream | None = None
         self._ours = ours
@@ -399,7 +401,7 @@ class OutputLink:
                 self._note_wrong(stream)
         finally:
             if was_used := self.stream is stream:
-                self.stream = None
+                self.stream, self._was_lost = None, True
                 self.changed_at = asyncio.get_running_loop().time()
             # Detached before they are placed again: a late frame of the old stream must not reach a collector that
             # already gets the output from the new one.
@@ -431,7 +433,6 @@ class OutputLink:
             self._wrong.clear()  # it was restarted
             self._set_left(False)
         self.stream = stream
-        if self.changed_at > -math.inf:
-            self.changed_at = asyncio.get_running_loop().time()
+        self.changed_at = asyncio.get_running_loop().time() if self._was_lost else -math.inf
         log.info("connected to output processor %s", self.address)
         self._owner.on_open()

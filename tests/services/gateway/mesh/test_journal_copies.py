@@ -1,6 +1,7 @@
 """Tests which copies of requests a gateway sends, and where."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ class Gateway:
     def connect(self, number: int) -> ProcessStream:
         link = self.links[number]
         stream = link.stream = ProcessStream(self.pool)
+        link.changed_at = -math.inf
         stream.keeps_copies, stream.incarnation = True, (link.address, 1)
         return stream
 

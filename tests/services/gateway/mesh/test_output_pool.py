@@ -1,6 +1,7 @@
 """What a pool does: it keeps its links, bounds what waits, counts, and seeks requests that are to be resumed."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from tokenloom.services.gateway.mesh.output_pool import (
 )
 from tokenloom.services.gateway.mesh.process_stream import OutputLink, ProcessStream
 from tokenloom.services.runtime.peers import retry_budget
+from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.v1.output_processor_pb2 import (
@@ -149,7 +151,7 @@ class Search:
         self.links = sorted(links, key=lambda link: link.rank(REQUEST_ID))
         self.pool._links = list(links)
         for link in links:
-            link.stream = ProcessStream(self.pool)
+            link.stream, link.changed_at = ProcessStream(self.pool), -math.inf
         self.collector = Collector(1)
         submit = Submit(request_id=REQUEST_ID, tenant="a", **fields)
         self.pool.resume(submit, self.collector, 0, may_begin=may_begin)
@@ -195,6 +197,25 @@ async def test_a_request_is_sought_as_long_as_one_that_was_cut_off_keeps_it() ->
     assert not search.collector.failed
     search.connect(0)
     assert search.is_asked(0)
+
+
+async def test_a_request_is_sought_as_long_as_one_was_not_connected_yet() -> None:
+    """A gateway that had just started gave a request up after 3 s, while its first connection to the only output
+    processor that had it took longer."""
+    search = Search()
+    link = OutputLink("unix:2", Hello(), search.pool)
+    search.pool._links.append(link)
+    for number in range(2):
+        await search.unknown(number)
+    pass_time(SEARCH_SECONDS + 1)
+    await settle()
+    assert not search.collector.failed
+    for number in range(2):
+        await search.unknown(number)
+    stream = ProcessStream(search.pool)
+    link._greet(stream, ProcessFrame(hello=make_hello("output-2", 1)))
+    assert len(stream.slots) == 1, "it is asked at once"
+    assert link.changed_at == -math.inf, "nothing was there before"
 
 
 async def test_a_request_that_was_found_begins_again_when_its_output_processor_is_lost() -> None:
@@ -462,6 +483,24 @@ async def test_one_that_does_not_answer_is_asked_again() -> None:
     await settle()
     assert not asking.done()
     pass_time(RETRY_SECONDS)
+    await settle()
+    assert asking.result().recipe == b"r"
+
+
+async def test_a_request_may_come_to_one_that_is_back() -> None:
+    """Its gateway sends it there, perhaps a moment after this one has asked."""
+    search, asking = recalling(RecallResponse(recipe=b"r"))
+    search.lose(1)
+    stub, search.links[1].stub = search.links[1].stub, search.links[0].stub
+    for _ in range(round((SEARCH_SECONDS + 2) / RETRY_SECONDS)):
+        await settle()
+        pass_time(RETRY_SECONDS)
+    search.connect(1)
+    for _ in range(2):
+        await settle()
+        assert not asking.done()
+        pass_time(RETRY_SECONDS)
+    search.links[1].stub = stub
     await settle()
     assert asking.result().recipe == b"r"
 

@@ -144,7 +144,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
             if submit.HasField("pooling_params"):
                 group = self._requests.make_pooled(submit, self._outbox, self._tasks, self._live.pop)
             else:
-                group = self._requests.make(submit, self._outbox, self._tasks, self._live.pop)
+                group = self._requests.make(submit, self._outbox, self._tasks, self._live.pop, self._peer)
                 group.on_taken = self._taken
         except Exception as error:  # a fault of one request never ends the stream of all
             self._refuse(submit.slot, error)
@@ -163,6 +163,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
             if group is None:
                 raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
             self._attach(group, resume.slot, resume.positions)
+            self._requests.kept.prolong(group)
         except Exception as error:  # a fault of one request never ends the stream of all
             copy = self._requests.kept.copies.any_of(resume.request_id, resume.tenant)
             is_awaited = copy is not None and copy.lost_by is None

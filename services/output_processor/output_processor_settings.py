@@ -31,7 +31,8 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
     ] = 0
     keep_lost_requests: Annotated[
         Annotated[float, Meta(ge=0, le=3600)],
-        "Seconds for which a request that can be resumed is kept after the loss of its gateway, and after its end.",
+        "Seconds for which a request that can be resumed is kept after the loss of its gateway, and after its end or "
+        "the last call that resumes it then.",
     ] = 60.0
     max_kept_bytes: Annotated[
         Annotated[int, Meta(ge=0)],

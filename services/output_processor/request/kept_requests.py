@@ -88,14 +88,17 @@ class KeptRequests(Generic[R]):
         """Requests that run without a gateway."""
         return len(self._lost)
 
-    def add(self, request: R) -> None:
-        """Make a request known. One of the same key that has ended, or has no gateway, is forgotten; one that has a
-        gateway and can be resumed stays known instead, until it ends."""
+    def add(self, request: R, peer: Peer | None = None) -> None:
+        """Make a request known. One of the same key that has ended, or that the same gateway had lost, is forgotten;
+        another one that can be resumed stays known instead, until it ends. ``peer``: the gateway that sends it; None:
+        it runs without one."""
         key = request.key
         if key in self._ended:
             self._forget(key)
-        elif key in self._lost:
-            self._lost[key][0].cancel()
+        elif (lost := self._lost.get(key)) is not None and (peer in (None, lost[1]) or not lost[0].can_repeat):
+            # Not of another gateway: a later call may have had it there, unknown to the one that sends it now. That one
+            # took away with its end what the later one had left.
+            lost[0].cancel()
         known, other = self._known.get(key), None
         if known is not None and known.can_repeat:
             other = request
@@ -181,8 +184,7 @@ class KeptRequests(Generic[R]):
 
     def lose(self, request: R, peer: Peer) -> bool:
         """Keep a request whose gateway was lost. Returns False if it cannot be resumed or need not be."""
-        is_known = self._known.get(request.key) is request
-        if not is_known or not self._seconds:
+        if not self._seconds or not self._take_place(request):
             return False
         # A gateway with another stream here is alive: it has ended this one itself, and may have sent the request on
         # that one already, which then takes the place of this one.
@@ -198,6 +200,12 @@ class KeptRequests(Generic[R]):
         """Note that a request has a stream again."""
         if (lost := self._lost.pop(request.key, None)) is not None:
             lost[2].cancel()
+
+    def prolong(self, request: R) -> None:
+        """Keep a request that has ended for its whole time again, because a call resumes it: the client may lose that
+        connection, too."""
+        if (ended := self._ended.pop(request.key, None)) is not None:
+            self._ended[request.key] = request, ended[1], asyncio.get_running_loop().time() + self._seconds
 
     def ended(self, request: R) -> None:
         """Keep the output of a request that has ended as its client asked; forget any other one."""
@@ -237,6 +245,18 @@ class KeptRequests(Generic[R]):
             self._purge_timer.cancel()
         self.copies.close()
         await self.tasks.close()
+
+    def _take_place(self, request: R) -> bool:
+        """Let a request that is about to be lost be the one that is known. Returns False if another one is lost."""
+        key = request.key
+        if (known := self._known.get(key)) is request:
+            return True
+        others = self._others.get(key, [])
+        if known is None or key in self._lost or request not in others:
+            return False
+        others[others.index(request)] = known  # whose gateway lives, and ends it if its call was the earlier one
+        self._known[key] = request
+        return True
 
     def _leave_others(self, request: R) -> None:
         others = self._others.get(request.key, [])

@@ -27,7 +27,7 @@ from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import Lifetime
 from ..placement.placement import FirstPick, Placer
 from ..text.vocabulary import Vocabulary
-from .kept_requests import KeptRequests, RequestKey
+from .kept_requests import KeptRequests, Peer, RequestKey
 from .outbox import NOWHERE, Outbox
 from .pooled_request import PooledRequest
 from .request_stages import RequestStages
@@ -438,13 +438,21 @@ class Requests:
             self._give_up(live)
             raise
 
-    def make(self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]) -> SampleGroup:
+    def make(
+        self,
+        submit: Submit,
+        outbox: Outbox,
+        tasks: Tasks,
+        on_end: Callable[[int], object],
+        peer: Peer | None = None,
+    ) -> SampleGroup:
         """Return a request that has not started yet.
 
         Args:
             outbox: Receives its output.
             tasks: Own its placements, unless it may outlive the stream.
             on_end: Called with its slot, once, when its last sample has ended.
+            peer: The gateway that sends it.
 
         Raises ``InvalidArgument`` for a Submit that names no sampling parameters or whose journals are not those of its
         samples, ``TryElsewhere`` when too many requests are live or this process drains.
@@ -464,7 +472,7 @@ class Requests:
         journals = _journals(submit) if submit.journals else {}
         if sum(journal.finished for journal in journals.values()) == (submit.num_samples or 1):
             raise errors.InvalidArgument("the journals say that every sample has ended", "journals")
-        return self._make(submit, journals, outbox, tasks, on_end)
+        return self._make(submit, journals, outbox, tasks, on_end, peer)
 
     def revive(self, wanted: Resume) -> SampleGroup | None:
         """Start a request of a lost gateway and a lost output processor from its copy, without a stream; return None if
@@ -504,6 +512,7 @@ class Requests:
         outbox: Outbox,
         tasks: Tasks,
         on_end: Callable[[int], object],
+        peer: Peer | None = None,
     ) -> SampleGroup:
         """Make a request. ``journals``: what is known of its samples, by their numbers."""
         recorder = self.recorder if self.recorder is not None and self.recorder.takes(submit) else None
@@ -537,7 +546,7 @@ class Requests:
             )
             if submit.fingerprint:
                 group.on_over = self.kept.ended
-                self.kept.add(group)
+                self.kept.add(group, peer)
             if recorder is not None:
                 group.on_over = recorder.follow(submit, samples, group.on_over)
             if self.bill is not None:

@@ -12,6 +12,7 @@ from tokenloom.services.output_processor.request.kept_requests import (
     RETURNED_SECONDS,
     CopiedRequests,
     KeptRequests,
+    Peer,
     RequestKey,
 )
 from tokenloom.v1.output_processor_pb2 import CopiedOutput, JournalCopies, Resume, SampleJournal, Submit
@@ -57,9 +58,11 @@ def kept() -> KeptRequests[FakeRequest]:
     return KeptRequests(lambda error: None, SECONDS, 1000)
 
 
-def begun(kept: KeptRequests[FakeRequest], request_id: str = "a", tenant: str = "someone") -> FakeRequest:
+def begun(
+    kept: KeptRequests[FakeRequest], request_id: str = "a", tenant: str = "someone", peer: Peer | None = PEER
+) -> FakeRequest:
     request = FakeRequest(kept, request_id, tenant)
-    kept.add(request)
+    kept.add(request, peer)
     return request
 
 
@@ -117,6 +120,24 @@ async def test_ended_requests_are_forgotten_in_order(kept: KeptRequests[FakeRequ
     pass_time(SECONDS / 2)
     await settle()
     assert find(kept, "second") is None
+
+
+async def test_an_ended_request_has_its_whole_time_again_when_a_call_resumes_it(
+    kept: KeptRequests[FakeRequest],
+) -> None:
+    """A client that resumed it, and had no time to read it, had the rest of the first minute to come back."""
+    first, second, runs = begun(kept, "first"), begun(kept, "second"), begun(kept, "runs")
+    first.end()
+    second.end()
+    pass_time(SECONDS - 10)
+    for request in (first, runs):
+        kept.prolong(request)
+    pass_time(SECONDS - 1)
+    await settle()
+    assert [find(kept, name) for name in ("first", "second", "runs")] == [first, None, runs]
+    pass_time(1.2)
+    await settle()
+    assert find(kept, "first") is None
 
 
 async def test_the_bytes_of_ended_requests_are_bounded(kept: KeptRequests[FakeRequest]) -> None:
@@ -271,6 +292,37 @@ async def test_a_request_submitted_again_takes_the_place_of_one_without_a_stream
     second.end()
     fourth = begun(kept)
     assert find(kept) is fourth
+
+
+async def test_a_gateway_takes_nothing_away_that_another_one_has_lost(kept: KeptRequests[FakeRequest]) -> None:
+    """A later call had the request through the gateway that was lost. An earlier one, whose gateway had not learned of
+    that and sent the request again, ended next, and no part had the request any more."""
+    later = begun(kept, peer=("gateway-1", 1))
+    kept.lose(later, ("gateway-1", 1))
+    earlier = begun(kept)
+    assert (later.log, find(kept)) == ([], later)
+    earlier.cancel()
+    assert find(kept) is later
+    kept.attached(later)
+    later.can_repeat = False
+    kept.lose(later, ("gateway-1", 2))
+    last = begun(kept)
+    assert (later.log, find(kept)) == (["cancelled"], last)
+
+
+async def test_what_its_gateway_has_lost_is_kept_beside_that_of_another_one(kept: KeptRequests[FakeRequest]) -> None:
+    """The one that was known was of an earlier call, which ended when no client had come back to it."""
+    earlier = begun(kept)
+    later = begun(kept, peer=("gateway-1", 1))
+    assert find(kept) is earlier
+    assert kept.lose(later, ("gateway-1", 1))
+    assert (find(kept), kept.num_lost) == (later, 1)
+    assert not kept.lose(earlier, PEER), "one of them is enough"
+    earlier.cancel()
+    assert find(kept) is later
+    kept.attached(later)
+    later.end()
+    assert find(kept) is later
 
 
 async def test_what_is_found_is_the_callers(kept: KeptRequests[FakeRequest]) -> None:

@@ -90,16 +90,18 @@ class ProcessInput(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., withdraw: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., journal_copies: _Optional[_Union[JournalCopies, _Mapping]] = ..., moved: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ...) -> None: ...
 
 class JournalCopies(_message.Message):
-    __slots__ = ("withdrawn", "begun", "outputs", "ended")
+    __slots__ = ("withdrawn", "begun", "outputs", "ended", "left")
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     withdrawn: _containers.RepeatedCompositeFieldContainer[Withdrawal]
     begun: _containers.RepeatedCompositeFieldContainer[Submit]
     outputs: _containers.RepeatedCompositeFieldContainer[CopiedOutput]
     ended: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[CopiedOutput, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
+    left: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[CopiedOutput, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CopiedOutput(_message.Message):
     __slots__ = ("copy", "journals")

@@ -39,6 +39,9 @@ class Resumable(Protocol):
     def supersede(self) -> None:
         """Let the call end instead of sending its request again, because a later call runs it."""
 
+    def abandon(self) -> None:
+        """Go on without a client, which may come back."""
+
     def leave(self) -> None:
         """End the call and leave the request running, because the gateway leaves."""
 
@@ -127,6 +130,7 @@ class ResumableRequests:
         entry = self._entries.get(request)
         if entry is None or not self._seconds:
             return False
+        request.abandon()
         entry.held = held.pop_all()
         self._metrics.live.inc()
         self._tasks.spawn(self._run(entry), name=f"unattended {request.request_id}")

@@ -292,6 +292,11 @@ class RunningGeneration:
         assert isinstance(self._collector, Collector), "a beam search ends with its call"
         self._collector.is_superseded = True
 
+    def abandon(self) -> None:
+        """Go on without a client, which may come back."""
+        assert isinstance(self._collector, Collector), "a beam search ends with its call"
+        self._collector.is_unattended = True
+
     def leave(self) -> None:
         """End the call and leave its request running, for the client to resume through another gateway."""
         self._cancels.clear()

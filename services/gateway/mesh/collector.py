@@ -51,6 +51,7 @@ class Collector:
 
     Attributes:
         is_superseded: A later call runs the request, so that it is not sent again for this one.
+        is_unattended: The connection of its client has ended, and the client may come back.
     """
 
     def __init__(self, num_outputs: int) -> None:
@@ -64,7 +65,7 @@ class Collector:
         self._error: errors.TokenloomError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._outlet: Outlet | None = None
-        self.is_superseded = False
+        self.is_superseded = self.is_unattended = False
 
     @property
     def done(self) -> bool:

@@ -74,14 +74,20 @@ class JournalCopies:
             self._place(request, runner)
 
     def end(self, request: PendingRequest) -> None:
-        """Let the copy of a request be forgotten, because its call has ended."""
+        """Let the copy of a request be forgotten, because its call has ended; or be left for a while, if the request
+        has ended without its client."""
         copy = self._copies.pop(request, None)
         if request in (calls := self._calls.get(request.key, [])):
             calls.remove(request)
             if not calls:
                 del self._calls[request.key]
         if copy is not None and not copy.holder.has_ended:
-            copy.holder.copies().ended.append(copy.number)
+            if request.collector.is_unattended and not (request.num_live or request.collector.failed):
+                # Its client may come back when the output processor is lost that has the answer.
+                self._send_news(request, copy)
+                copy.holder.copies().left.append(copy.number)
+            else:
+                copy.holder.copies().ended.append(copy.number)
         if not self._copies:
             self._has_any.clear()
             self._fall_backs.end(_FALL_BACK, self._model)

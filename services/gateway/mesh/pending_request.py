@@ -26,6 +26,10 @@ class Sink(Protocol):
     def is_superseded(self) -> bool:
         """Whether a later call runs the request, so that it is not sent again for this one."""
 
+    @property
+    def is_unattended(self) -> bool:
+        """Whether the connection of the request's client has ended, and it may come back."""
+
     def num_tokens(self, index: int) -> int:
         """Return how many tokens of an index arrived."""
 

@@ -37,7 +37,7 @@ class PooledOutputs:
         weights_version: Which weights computed all results; empty: none have, or the engines have no weights.
     """
 
-    is_superseded = False
+    is_superseded = is_unattended = False
     """No other call can take it over."""
 
     def __init__(

@@ -316,6 +316,8 @@ def _check_same(wanted: Resume | Submit, fingerprint: bytes, num_samples: int) -
 _COPY_BYTES = 2048
 """Memory of the objects of a copy."""
 _TOKEN_BYTES = 4
+_NO_GATEWAY: Peer = "", 0
+"""Has lost the copies that their gateway has left: it does not come back for them."""
 
 
 class CopiedRequest:
@@ -380,7 +382,7 @@ class CopiedRequests:
     While the stream of its gateway lives, a copy is kept and not used: the gateway has the request, and places it again
     if the output processor that runs it is lost. After the end of the stream a copy is kept for ``seconds``, or for a
     few once the gateway is back: it may be starved or killed before it has sent another one. If it is lost again
-    meanwhile, the first time counts.
+    meanwhile, the first time counts. One of a request that has ended without its client is kept for ``seconds``, too.
 
     Attributes:
         num_copies: How many are kept.
@@ -416,6 +418,10 @@ class CopiedRequests:
         for number in copies.ended:
             if (copy := numbers.get(number)) is not None:
                 self._forget(copy)
+        for number in copies.left:
+            if (copy := numbers.pop(number, None)) is not None:
+                copy.lost_by, copy.kept_until = _NO_GATEWAY, now + self._seconds
+                self._expire_at(copy, copy.kept_until)
         self._make_room()  # last: what ends makes room for what begins with it
 
     def any_of(self, request_id: str, tenant: str) -> CopiedRequest | None:

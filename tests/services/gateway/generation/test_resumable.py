@@ -26,7 +26,7 @@ class FakeGeneration:
 
     def __init__(self, request_id: str = "a", fingerprint: bytes = b"body") -> None:
         self.request_id, self.fingerprint = request_id, fingerprint
-        self.done, self.takes_over, self.is_superseded = False, True, False
+        self.done, self.takes_over, self.is_superseded, self.is_abandoned = False, True, False, False
         self.ttft_seconds: float | None = None
         self.log: list[str] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -43,6 +43,9 @@ class FakeGeneration:
 
     def supersede(self) -> None:
         self.is_superseded = True
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
 
     def leave(self) -> None:
         self.fail(errors.GatewayLeaving("leaving"))

@@ -126,6 +126,21 @@ async def test_the_copy_is_forgotten_with_its_call() -> None:
     assert gateway.sent(1) == Sent()
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_the_copy_of_what_has_ended_without_its_client_is_left(is_complete: bool) -> None:
+    """The output processor that had the answer was killed before the client came back, and no part had it any more."""
+    gateway, collector = Gateway("a:1", "b:1"), Collector(1)
+    cancel = gateway.begin(collector)
+    number = gateway.sent(1).begun[0].slot
+    gateway.receive(0, [5], finished=[RequestFinished(reason=FINISH_REASON_LENGTH, completion_tokens=1)] * is_complete)
+    collector.is_unattended = True
+    cancel()
+    sent = gateway.sent(1)
+    assert ([*sent.left], [*sent.ended]) == (([number], []) if is_complete else ([], [number]))
+    journals = [(list(each.token_ids), each.finished) for output in sent.outputs for each in output.journals]
+    assert journals == [([5], True)] * is_complete
+
+
 @pytest.mark.parametrize("hosts", [(ONE, ONE, OTHER), (ONE, OTHER, ONE)])
 async def test_a_copy_is_on_another_host_where_there_is_one(hosts: tuple[str, ...]) -> None:
     gateway = Gateway(*(f"{host}:{7000 + number}" for number, host in enumerate(hosts)))

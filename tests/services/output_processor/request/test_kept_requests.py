@@ -507,6 +507,22 @@ async def test_copies_of_a_gateway_that_is_lost_again_have_their_first_time() ->
     assert (copies.num_copies, outcomes) == (0, ["expired"]), "however often it comes and goes"
 
 
+async def test_a_copy_that_its_gateway_has_left_is_kept_for_a_while() -> None:
+    copies, outcomes = copies_with_room(4)
+    stream = object()
+    copies.receive(stream, copy_of("a", "someone"))
+    copies.receive(stream, JournalCopies(left=[1, 2]))
+    assert found(copies, ("a", "someone")) == ["a"], "although its gateway lives"
+    pass_time(SECONDS - 1)
+    await settle()
+    copies.lose(stream, PEER)
+    copies.connect(PEER)
+    assert copies.num_copies == 1
+    pass_time(1.2)
+    await settle()
+    assert (copies.num_copies, copies.num_bytes, outcomes) == (0, 0, ["expired"])
+
+
 async def test_a_copy_keeps_its_deadline() -> None:
     copies, _ = copies_with_room(4)
     stream, begun = object(), copy_of("a", "someone")

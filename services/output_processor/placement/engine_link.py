@@ -16,7 +16,7 @@ from typing import Protocol
 import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request import errors, logprob_columns, packed_ids
+from tokenloom.request import errors, logprob_columns, packed_ids, wire_errors
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import LIVE_MOVES, PACKED_IDS, QUARANTINE, check_hello
@@ -370,10 +370,13 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self.may_compute = self.fell_silent or isinstance(cause, _StepHangs)
         # A request that kills engines is alone on each of them. Silence is left out: a frozen host or a cut link is not
         # the request's doing, and blaming it would end a harmless request after two such links.
-        # So is a wrong frame.
+        # So is a wrong frame, and the end of an engine that drains, or whose core died with other requests: it has
+        # never read of what is left here.
         was_wrong = isinstance(cause, WrongFrame)
         self.num_wrong += was_wrong
-        is_alone = len({attempt.request_id for attempt in attempts}) == 1 and not (self.fell_silent or was_wrong)
+        is_alone = len({attempt.request_id for attempt in attempts}) == 1 and not (
+            self.fell_silent or was_wrong or _has_said_why(cause)
+        )
         for attempt in attempts:
             attempt.was_wrong = was_wrong
             # After the link was marked as dead: the owner places the request again at once, and must not find this link
@@ -381,6 +384,13 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
             attempt.owner.on_lost(attempt, is_alone=is_alone)
         if self._call is not None:
             self._call.cancel()  # dropping a call does not end it
+
+
+def _has_said_why(cause: BaseException) -> bool:
+    """Return whether an engine has ended a link itself, for a reason other than that a single request has ended its
+    core."""
+    said = wire_errors.from_rpc(cause) if isinstance(cause, grpc.aio.AioRpcError) else cause
+    return isinstance(said, errors.TryElsewhere) and not isinstance(said, errors.EngineDied)
 
 
 class EngineLinks:

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from tests.loop_clock import pass_time
@@ -17,7 +18,15 @@ from tests.services.output_processor.fakes import (
     serve_engine,
     submit,
 )
-from tokenloom.request.errors import EngineLacks, ResourceExhausted, Unavailable
+from tokenloom.request import wire_errors
+from tokenloom.request.errors import (
+    EngineDied,
+    EngineLacks,
+    ResourceExhausted,
+    TokenloomError,
+    TryElsewhere,
+    Unavailable,
+)
 from tokenloom.request.prefix_schedule import SESSION_HASHES
 from tokenloom.services.output_processor.placement.engine_link import (
     IDLE_SECONDS,
@@ -88,6 +97,41 @@ async def test_an_engine_whose_step_hangs_is_not_back_because_it_is_connected(
         search.lost(EngineAttempt(link), is_alone=False)
     with pytest.raises(Unavailable) if hangs else nullcontext():
         await search.wait_for_budget(asyncio.Event())
+
+
+def ended_with(error: TokenloomError) -> grpc.aio.AioRpcError:
+    """How a stream ends that its engine has ended."""
+    details = grpc.aio.Metadata(("grpc-status-details-bin", wire_errors.to_status(error).SerializeToString()))
+    return grpc.aio.AioRpcError(wire_errors.status_of(error), grpc.aio.Metadata(), details, error.message)
+
+
+CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Socket closed")
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_blamed"),
+    [
+        (ended_with(TryElsewhere("The engine has stopped; retry the request.")), False),
+        (ended_with(EngineDied("The engine failed; retry the request.")), True),
+        (CUT, True),
+    ],
+)
+async def test_a_request_is_not_blamed_for_an_engine_that_drains(
+    socket_dir: Path, cause: BaseException, *, is_blamed: bool
+) -> None:
+    """A request on a link whose other direction was cut got there never: it ended after two such engines."""
+    blames: list[bool] = []
+
+    class Owner:
+        def on_lost(self, attempt: EngineAttempt, *, is_alone: bool) -> None:
+            blames.append(is_alone)
+
+    link = EngineLink(engine("a", socket_dir), make_hello("op", 3), Channels(), hang_seconds=60)
+    attempt = EngineAttempt(link)
+    attempt.owner = Owner()  # type: ignore[assignment]
+    link._take_slot(attempt)
+    link._end(cause)
+    assert blames == [is_blamed]
 
 
 @asynccontextmanager

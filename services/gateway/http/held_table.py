@@ -332,10 +332,10 @@ class HeldTable:
         if len(data) > fits:
             if length + len(data) > MOST_REQUEST_BYTES or self._file_bytes + len(data) - fits > most:
                 return None
-            if file < 0:
-                file = self.open_file(data[fits:])
-            elif not self._write(file, data[fits:]):
+            opened = self.open_file(data[fits:]) if file < 0 else file
+            if opened is None or (file >= 0 and not self._write(file, data[fits:])):
                 return None
+            file = opened
         start = slot * SLOT_BYTES + REQUEST_AT + length
         self.memory[start : start + fits] = data[:fits]
         return file

@@ -254,6 +254,11 @@ class HeldResponse:
         return self._is_closed
 
     @property
+    def is_free(self) -> bool:
+        """Whether its slot was given back: the kernel has all of it, or the rest is stored nowhere."""
+        return self._is_free
+
+    @property
     def is_arriving(self) -> bool:
         """Whether no more is stored than what has arrived of the request, and the response has not ended."""
         return bool(self._state & ARRIVED) and not self._is_closed

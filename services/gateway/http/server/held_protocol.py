@@ -76,11 +76,11 @@ class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
             self._note_idle()
 
     def _note_idle(self) -> None:
-        """Note that no request is in work, once the kernel has all that was written: another gateway would not write
-        the rest, and its first words would be taken for that."""
+        """Note that no request is in work, once the kernel has all that was written or a slot has the rest: otherwise
+        another gateway would not write that, and its first words would be taken for it."""
         if self.transport.is_closing() or not self._is_between_requests or self._stays:
             return
-        if self.transport.get_write_buffer_size():
+        if self.transport.get_write_buffer_size() and (self._latest is None or self._latest.is_free):
             self._loop.call_later(_LOOK_SECONDS, self._note_idle)
             return
         descriptor = self.transport.get_extra_info("socket").fileno()

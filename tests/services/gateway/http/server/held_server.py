@@ -43,6 +43,8 @@ async def answer(exchange: HttpExchange) -> None:
         await exchange.respond(200, str(TABLES[-1].num_held).encode())
     elif exchange.path == "/large":
         await exchange.respond(200, bytes(12 << 20) + b"end of it")
+    elif exchange.path == "/long":
+        await exchange.respond(200, bytes(900_000) + b"end of it")
     elif exchange.path == "/kept":
         async with asyncio.timeout(SOON):
             with await exchange.read_body(1 << 20) as body:

@@ -21,9 +21,9 @@ from tests.services.gateway.http.server.held_server import (
     until,
 )
 from tokenloom.services.gateway.http.held_table import ARRIVED, FOLLOWED, PastResponse
-from tokenloom.services.gateway.http.server import connection_holder
+from tokenloom.services.gateway.http.server import connection_holder, held_protocol
 from tokenloom.services.gateway.http.server.held_protocol import HeldProtocol
-from tokenloom.services.gateway.http.tcp_counters import num_read
+from tokenloom.services.gateway.http.tcp_counters import num_read, num_taken
 
 
 async def test_a_request_behind_another_one_is_noted() -> None:
@@ -267,6 +267,22 @@ async def test_a_connection_with_unsent_bytes_is_not_idle() -> None:
                 while not last.endswith(b"end of it"):
                     last = last[-9:] + await asyncio.get_running_loop().sock_recv(client, 1 << 20)
             await until(lambda: idle_ones(table))
+
+
+async def test_a_connection_is_idle_as_soon_as_its_last_response_has_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the kernel was late to take all of it: in between, the connection would be closed."""
+    monkeypatch.setattr(held_protocol, "_LOOK_SECONDS", SOON)
+    async with serving() as (server, table):
+        table.port = port_of(server)
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.create_connection(("127.0.0.1", table.port)) as client:
+            client.setblocking(False)
+            client.send(REQUEST.replace(b"/a", b"/long"))
+            (record,) = await until(lambda: [each for each in table.records() if each.past.is_over])
+            assert record.missing(num_taken(record.descriptor))
+            await received(client, b"end of it")
+            await until(lambda: not table.num_held)
+            assert len(idle_ones(table)) == 1
 
 
 async def test_a_request_is_stored_in_no_slot_of_an_earlier_one() -> None:

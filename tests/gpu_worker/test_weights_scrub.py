@@ -279,6 +279,21 @@ def test_adapters_come_and_go_and_are_compared(tmp_path: Path, save_checkpoint: 
     worker.shutdown()
 
 
+def test_a_pass_goes_on_while_adapters_come_and_go() -> None:
+    """Also where they change more often than a pass comes to its end."""
+    model = {"first": torch.zeros(_PIECE // 4), "last": torch.zeros(_PIECE // 4)}
+    scrub = WeightsScrub(CPU, NEVER, lambda reason: None)
+    held: list[dict[str, torch.Tensor]] = []
+    scrub._learn(model)
+    flip(model["last"], 0.5)
+    for number in range(2):
+        held.append({**model, str(number): torch.zeros(7)})
+        with scrub.changing(lambda: held[-1], adds=True):
+            pass
+        scrub.look(_PIECE)
+    assert " of last have changed" in scrub.damage
+
+
 def test_off_costs_nothing() -> None:
     threads = {thread.ident for thread in threading.enumerate()}
     worker = CPUWorker(make_config(0, **options_of("fp32", Path())))

@@ -265,6 +265,9 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     ) -> engine_pb2.MoveRequestsResponse:
         if (kv := self._engine.kv) is None or kv.owner is None:
             raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-transports and --kv-listen")
+        if request.target == kv.owner.engine_id:
+            # A gateway asks all engines for a request. What has been lent would come back with another reason.
+            return counted([(attempt, "it runs here already") for attempt in self._core.movable(request.request_id)])
         return counted(await kv.moves.move(request.request_id, request.target, "operator"))
 
     async def Reconfigure(self, request: engine_pb2.ReconfigureRequest, context: Any) -> engine_pb2.ReconfigureResponse:

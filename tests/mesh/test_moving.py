@@ -152,7 +152,9 @@ async def test_what_cannot_be_moved_is_said(socket_dir: Path) -> None:
             source = users.owner()
             told = (await users.move(source=source.name, target=source.name)).json()
             assert (told["moved"], told["stayed"]) == (0, 1)
-            assert told["reasons"][0].startswith(f"{source.name}: no other engine took it")
+            assert told["reasons"] == [f"{source.name}: it runs here already"]
+            [other] = [each for each in mesh.engines if each is not source]
+            assert (await users.move(source=other.name, target=other.name)).json() == {**MOVED, "moved": 0}
             await users.until(lambda: len(answer.token_ids) > 34)
             told = (await users.move(source=source.name)).json()
             assert told["reasons"] in ([], [f"{source.name}: it ends within a few tokens"])
@@ -172,8 +174,9 @@ async def test_many_that_stay_all_stay(socket_dir: Path) -> None:
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         await users.until(lambda: all(len(answer.token_ids) > 3 for answer in answers))
-        told = (await users.move(source="engine-0", target="engine-0")).json()
+        told = (await users.move(source="engine-0")).json()
         assert (told["moved"], told["ended"] + told["stayed"]) == (0, 24)
+        assert "engine-0: no other engine took it, or its blocks were needed" in told["reasons"]
         await asyncio.gather(*tasks)
         assert [answer.token_ids for answer in answers] == [mesh.expected(prompt, 120) for prompt in prompts]
         assert not any("moves" in answer.timeline for answer in answers)

@@ -133,6 +133,11 @@ class AdminRoutes:
             request_id=id_of_answer(request_id) if request_id else "", target=target.rpartition("/")[2]
         )
         asked = {source: engines[source]} if source else engines
+        if target:  # engines of several meshes may have the same name
+            mesh = target.rpartition("/")[0]
+            asked = {name: address for name, address in asked.items() if name.rpartition("/")[0] == mesh}
+            if not asked:
+                raise errors.InvalidArgument(f"{target[:64]} serves another model than {source[:64]}", "target")
         found = await self.calls.ask(asked, lambda stub: stub.MoveRequests(request))
         await exchange.respond(200, encode_json(_joined(found, request_id)))
 

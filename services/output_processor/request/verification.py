@@ -146,6 +146,7 @@ class _Recomputed:
 
     Attributes:
         ended: The first mismatch; None: there is none. Or ``Unavailable``: the engine has not computed it to its end.
+            Cancelled where it is to be rid of what it runs.
     """
 
     def __init__(self, output: RecordedOutput) -> None:
@@ -157,7 +158,7 @@ class _Recomputed:
         raise WrongFrame("the engine lends KV that nobody asked for")
 
     def on_moving(self, attempt: EngineAttempt, grant: KVGrant) -> None:
-        attempt.link.keep(attempt)
+        self.ended.cancel()
 
     def on_prompt_logprobs(self, attempt: EngineAttempt, token_index: int, logprobs: Logprobs) -> None:
         raise WrongFrame("the engine sent log probabilities that nobody asked for")
@@ -288,7 +289,8 @@ class Verifier:
             case = _Case(self._placer, record, output, submit)
             opinion = await case.ask(PATIENCE_SECONDS, exclude=case.suspects)
             if opinion is None:
-                return "dropped", f"no other engine that computes alike had time within {PATIENCE_SECONDS:g} s"
+                reason = "no engine that computes alike and had no part in a request had time within"
+                return "dropped", f"{reason} {PATIENCE_SECONDS:g} s"
             if opinion.mismatch is not None:
                 await self._settle(case, opinion.key, opinion.mismatch)
                 return "different", ""
@@ -406,7 +408,8 @@ class _Case:
         return is_exact and fits and (is_greedy or not attempt.link.identity.draws_by_drafts)
 
     async def _compute(self, attempt: EngineAttempt) -> Opinion | None:
-        """Compute the output; None: clients wait for the engine's time. Raises ``Unavailable`` if it cannot."""
+        """Compute the output; None: clients wait for the engine's time, or it is to be rid of what it runs. Raises
+        ``Unavailable`` if it cannot."""
         if not self._can_repeat(attempt):
             raise errors.Unavailable("the engine is not sure to compute the same tokens")
         owner, link = _Recomputed(self.output), attempt.link
@@ -428,7 +431,7 @@ class _Case:
                 await asyncio.wait([owner.ended], timeout=LOOK_SECONDS)
                 if not owner.ended.done() and self._placer.is_crowded(link.key):
                     return None
-            return Opinion(link.key, owner.ended.result())
+            return None if owner.ended.cancelled() else Opinion(link.key, owner.ended.result())
         finally:
             link.abort(attempt)
 

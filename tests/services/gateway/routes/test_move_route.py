@@ -4,8 +4,11 @@ from pathlib import Path
 
 from tests.services.gateway.fakes import FakeMesh
 from tests.services.gateway.mesh.fake_engines import ADMIN, KEYS, with_engines
+from tests.services.gateway.test_several_meshes import describe, other_dir, until
 from tokenloom.request import errors
 from tokenloom.v1.engine_pb2 import MoveRequestsRequest, MoveRequestsResponse
+
+__all__ = ["other_dir"]
 
 ID = "0123456789abcdef" * 2 + "00000001"
 
@@ -34,6 +37,27 @@ async def test_requests_are_moved_where_they_run(socket_dir: Path) -> None:
         response = await http.post("/move_requests?source=a", headers=ADMIN)
         assert response.json() == {"moved": 0, "ended": 0, "stayed": 0, "reasons": []}
         assert engines["a"].moves[-1] == MoveRequestsRequest()
+
+
+async def test_a_target_is_an_engine_of_its_own_mesh(socket_dir: Path, other_dir: Path) -> None:
+    """Each mesh has engines of the same names."""
+    mesh, other = FakeMesh(socket_dir), FakeMesh(other_dir)
+    settings = {**KEYS, "served_model_name": "a", "meshes": describe(other, "b")}
+    async with (
+        with_engines(mesh, "x", "y") as of_a,
+        with_engines(other, "x", "y") as of_b,
+        other.servers(),
+        mesh.gateway(**settings),
+        mesh.http() as http,
+    ):
+        await until(http, "ok")
+        response = await http.post(f"/move_requests?request_id={ID}&target=b/y", headers=ADMIN)
+        assert response.json()["error"]["message"].startswith("no engine runs request")
+        assert [len(each.moves) for each in (*of_a.values(), *of_b.values())] == [0, 0, 1, 1]
+        response = await http.post("/move_requests?source=a/x&target=b/y", headers=ADMIN)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "target")
+        assert (await http.post("/move_requests?source=a/x&target=a/y", headers=ADMIN)).status_code == 200
+        assert of_a["x"].moves == [MoveRequestsRequest(target="y")]
 
 
 async def test_what_names_no_request_or_engine(socket_dir: Path) -> None:

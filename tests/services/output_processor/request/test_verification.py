@@ -9,7 +9,7 @@ import pytest
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, Gateway, submit
+from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, Gateway, kv_source, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import DECODE, PREFILL
 from tokenloom.request.request_records import RecordedLeg, RecordedLogprobs, RecordedOutput, RecordedRequest
@@ -17,7 +17,7 @@ from tokenloom.services.output_processor.placement.last_snapshot import EngineKe
 from tokenloom.services.output_processor.request import verification
 from tokenloom.services.output_processor.request.verification import Mismatch, Opinion, Verifier, judged
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.engine_pb2 import AddRequest, Finished
+from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVGrant
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 BOTH = EngineRole.ENGINE_ROLE_BOTH
@@ -205,7 +205,7 @@ async def test_without_another_engine_requests_are_dropped_and_operators_see_it(
     (shown,) = mesh.host.fall_backs.active
     assert (shown.kind, shown.detail.split(" within")[0]) == (
         "unverified",
-        "no other engine that computes alike had time",
+        "no engine that computes alike and had no part in a request had time",
     )
 
 
@@ -225,6 +225,18 @@ async def test_busy_engines_are_not_asked_and_one_that_becomes_crowded_is_left(
     assert list((await other.next_input()).abort_slots) == [add.slot]
     mesh.coordinator.waiting = 0
     mesh.coordinator.publish()
+    await opinion(mesh, 1, RIGHT, other)
+    await until(lambda: counted(mesh, "equal") == 1)
+
+
+async def test_an_engine_that_is_to_be_rid_of_its_requests_is_left(mesh: Mesh) -> None:
+    """As by ``tokenloom move``, which would otherwise name it as one that stays."""
+    await ask(mesh)
+    other = await mesh.engines[1].next_stream()
+    (add,) = await other.next_adds(1)
+    other.send(granted=[KVGrant(slot=add.slot, kv=kv_source(add.slot), moves=True)])
+    message = await other.next_input()
+    assert (list(message.abort_slots), list(message.keep_slots)) == ([add.slot], [])
     await opinion(mesh, 1, RIGHT, other)
     await until(lambda: counted(mesh, "equal") == 1)
 

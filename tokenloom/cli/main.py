@@ -17,7 +17,7 @@ with uncollected_imports():
     from .commands import PluggedCommands, lazy_group
 
 _GROUPS = {
-    "Serve": ("serve.serve", "serve.run", "mesh.demo", "mesh.local_mesh:stop", "mesh.local_mesh:relay", "fetch"),
+    "Serve": ("serve.serve", "serve.run", "mesh.demo", "mesh.local_mesh:stop", "serve.serve:relay", "fetch"),
     "Ask a server": ("chat.chat", "chat.chat:complete", "chat.chat:transcribe", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate", "replay"),
     "Manage a mesh": (

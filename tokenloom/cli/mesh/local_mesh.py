@@ -1,5 +1,4 @@
-"""``tokenloom ps``, ``top`` and ``stop``: list, watch and end the meshes that ``tokenloom serve`` keeps up here;
-``tokenloom relay`` stands before their gateways."""
+"""``tokenloom ps``, ``top`` and ``stop``: list, watch and end the meshes that ``tokenloom serve`` keeps up here."""
 
 import contextlib
 import json
@@ -9,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -171,58 +169,3 @@ def _wait(meshes: list[MeshRecord], timeout: float) -> None:
             ports = ", ".join(str(mesh.port) for mesh in left)
             raise CommandFailed(f"the mesh on port {ports} still has live requests; add --kill to end it now")
         time.sleep(_POLL_SECONDS)
-
-
-def relay(
-    grpc_listen: Annotated[str, typer.Option(help="Where clients of gRPC connect: HOST:PORT or unix:/PATH.")] = "",
-    grpc_gateways: Annotated[str, typer.Option(help="Addresses of gateways for gRPC, separated by commas.")] = "",
-    https_listen: Annotated[str, typer.Option(help="Where clients of HTTPS connect: HOST:PORT.")] = "",
-    http_gateways: Annotated[
-        str, typer.Option(help="HOST:PORT of gateways for HTTP in plain text, separated by commas.")
-    ] = "",
-    public_tls_cert: Annotated[
-        Path | None, typer.Option("--public-tls-cert", "--tls-cert", help="PEM file with the certificate for clients.")
-    ] = None,
-    public_tls_key: Annotated[
-        Path | None, typer.Option("--public-tls-key", "--tls-key", help="PEM file with its key.")
-    ] = None,
-    max_body_bytes: Annotated[
-        int | None, typer.Option(help="Largest message over gRPC; by default 8 MiB, as at gateways.")
-    ] = None,
-    max_body_bytes_in_flight: Annotated[
-        int | None, typer.Option(help="Bytes of messages until they are answered; by default 64 MiB.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let other machines reach --grpc-listen without a certificate.")
-    ] = False,
-    metrics_listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT of /metrics; by default a free port of this machine.")
-    ] = None,
-    health_listen: Annotated[str | None, typer.Option(help="HOST:PORT that answers gRPC health checks only.")] = None,
-) -> None:
-    """End gRPC and TLS of clients in a process that outlives gateways: answers go on when a gateway is killed."""
-    # Imported here: gRPC would slow the start of the other commands.
-    from tokenloom.services.relay.relay_settings import RelaySettings
-    from tokenloom.services.relay.service import RelayService
-    from tokenloom.services.runtime.host.service import run
-
-    values = {
-        "grpc_listen": grpc_listen,
-        "grpc_gateways": grpc_gateways,
-        "https_listen": https_listen,
-        "http_gateways": http_gateways,
-        "public_tls_cert": public_tls_cert,
-        "public_tls_key": public_tls_key,
-        "max_body_bytes": max_body_bytes,
-        "max_body_bytes_in_flight": max_body_bytes_in_flight,
-        "insecure": insecure,
-        "metrics_listen": metrics_listen,
-        "health_listen": health_listen,
-        "log_level": "warning",
-    }
-    try:
-        settings = RelaySettings.of(**{name: value for name, value in values.items() if value is not None})
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    ready = "relaying to gateways; Ctrl-C ends it"
-    raise typer.Exit(run(lambda: RelayService(settings, lambda: typer.echo(ready)), settings))

@@ -1,4 +1,4 @@
-"""``tokenloom serve``: keeps a local mesh up."""
+"""``tokenloom serve``: keeps a local mesh up; ``tokenloom relay`` stands before gateways."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,13 @@ import typer
 
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, expanded
 from tokenloom.process.uncollected_imports import uncollected_imports
+from tokenloom.services.relay.relay_settings import RelaySettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.layout import MeshOptions
 
 from ..command import WRITTEN
 from ..options import given, offers
-from .serve_options import OFFERS, as_defaults
+from .serve_options import ALIASES, OFFERS, as_defaults
 
 
 def _check_place(context: typer.Context, model: str) -> str:
@@ -56,3 +57,26 @@ def serve(
         from .serving import serve_model
 
     serve_model(model, served_model_name or [], more_names or [], config, given(**chosen))
+
+
+_OF_RELAY = (
+    *("grpc_listen", "grpc_gateways", "https_listen", "http_gateways", "public_tls_cert", "public_tls_key"),
+    *("max_body_bytes", "max_body_bytes_in_flight", "max_client_connections", "drain_timeout", "insecure"),
+    *("metrics_listen", "health_listen"),
+)
+"""Options of a relay that has no supervisor."""
+
+
+@offers(OFFERS[name].option if name in ALIASES else options_of(RelaySettings)[name] for name in _OF_RELAY)
+def relay(**chosen: Any) -> None:
+    """End gRPC and TLS of clients in a process that outlives gateways: answers go on when a gateway is killed."""
+    with uncollected_imports():
+        from tokenloom.services.relay.service import RelayService
+        from tokenloom.services.runtime.host.service import run
+
+    try:
+        settings = RelaySettings.of(log_level="warning", **given(**chosen))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    ready = "relaying to gateways; Ctrl-C ends it"
+    raise typer.Exit(run(lambda: RelayService(settings, lambda: typer.echo(ready)), settings))

@@ -27,7 +27,7 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
         *(EncoderSettings, RelaySettings),
     )
 }
-_ALIASES = {"public_tls_cert": ("tls_cert",), "public_tls_key": ("tls_key",)}
+ALIASES = {"public_tls_cert": ("tls_cert",), "public_tls_key": ("tls_key",)}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _merged(offers: Iterable[Offer]) -> dict[str, Offer]:
         known = merged.get(offer.option.name, Offer(offer.option))
         merged[offer.option.name] = Offer(known.option, (*known.services, *offer.services))
     for name, offer in merged.items():
-        aliases = tuple(alias for alias in (*offer.option.names[1:], *_ALIASES.get(name, ())) if alias not in merged)
+        aliases = tuple(alias for alias in (*offer.option.names[1:], *ALIASES.get(name, ())) if alias not in merged)
         merged[name] = Offer(replace(offer.option, extra={**offer.option.extra, "aliases": aliases}), offer.services)
     return merged
 

@@ -23,6 +23,8 @@ from tokenloom.cli.main import app
         (["--grpc-listen", "nowhere", "--grpc-gateways", "a:1"], 2, "expected host:port or unix:/path"),
         (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", "nowhere"], 2, "not 'nowhere'"),
         (["--grpc-listen", "127.0.0.1:0", "--grpc-gateways", ","], 2, "--grpc-listen needs --grpc-gateways"),
+        (["--drain-timeout", "soon"], 2, "'--drain-timeout': must be a number"),
+        (["--max-client-connections", "0"], 2, "'--max-client-connections': must be an integer ≥ 1"),
     ],
 )
 def test_what_cannot_be_relayed_is_refused(words: list[str], status: int, reason: str) -> None:
@@ -41,7 +43,8 @@ def test_it_does_not_listen_for_other_machines_in_plain_text() -> None:
 def test_it_says_that_it_relays_and_ends_by_a_signal(socket_dir: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     command = [sys.executable, "-m", "tokenloom.cli.main", "relay", "--grpc-listen", f"unix:{socket_dir}/relay"]
-    words = ["prlimit", f"--nofile={min(soft, 256)}:{hard}", *command, "--grpc-gateways", "127.0.0.1:1, 127.0.0.1:2"]
+    command += ["--grpc-gateways", "127.0.0.1:1, 127.0.0.1:2", "--drain-timeout", "3"]
+    words = ["prlimit", f"--nofile={min(soft, 256)}:{hard}", *command]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as relay:
         try:
             assert relay.stdout is not None

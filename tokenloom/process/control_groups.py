@@ -9,8 +9,15 @@ _ROOT = Path("/")
 
 def memory_limit(root: Path = _ROOT) -> int | None:
     """Return the bytes of memory that the strictest group above this process allows; None: no group limits them."""
-    limits = [limit for group in _groups("memory", root) if (limit := _memory(group)) is not None]
-    return min(limits, default=None)
+    return min((limit for limit, _ in memory_limits(root)), default=None)
+
+
+def memory_limits(root: Path = _ROOT) -> Iterator[tuple[int, Path]]:
+    """Yield the bytes of memory that each group above this process allows, and its directory; nothing for one that
+    limits none."""
+    for group in _groups("memory", root):
+        if (limit := _memory(group)) is not None:
+            yield limit, group
 
 
 class CpuGroups:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from .control_groups import memory_limits
+
 _KIB = 1024
 _MADV_PAGEOUT = 21  # needs Linux 5.4; an older kernel refuses it, and the pages stay
 
@@ -120,28 +122,10 @@ def status_bytes(field: str) -> int:
 
 def _cgroup_room(root: Path) -> Iterator[int]:
     """Yield for every group above this process its limit, less what it uses apart from page cache."""
-    for limit, group in _cgroup_limits(root):
+    for limit, group in memory_limits(root):
         version = "memory.current" if (group / "memory.current").exists() else "memory.usage_in_bytes"
         used = _number(group / version) or 0
         yield max(0, limit - max(0, used - _inactive_file(group)))
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield (limit, directory) of every control group of this process that has a limit, version 2 or 1."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may name the host's tree, of which only the root is mounted.
-        parts = Path(path.lstrip("/"))
-        for group in (base / parts, *(base / parent for parent in parts.parents)):
-            limit = _number(group / name)
-            if limit is not None:
-                yield limit, group
 
 
 def _inactive_file(group: Path) -> int:

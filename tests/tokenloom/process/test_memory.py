@@ -36,6 +36,13 @@ def test_without_a_control_group_the_host_decides(tree):
     assert available_memory(tree({})) == 8000 * KIB
 
 
+def test_without_the_kernels_list_of_groups_the_host_decides(tree, tmp_path):
+    """As in a sandbox."""
+    root = tree({})
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert available_memory(root) == 8000 * KIB
+
+
 def test_version_2_every_level_counts_and_page_cache_can_be_dropped(tree):
     root = tree(
         {

@@ -1,6 +1,6 @@
 """Computes recorded requests again in this process, and compares what comes with what was recorded."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from random import Random
@@ -15,6 +15,7 @@ from tokenloom.request.request_records import (
     RecordedOutput,
     RecordedRequest,
     from_floats,
+    repeats_exactly,
 )
 from tokenloom.services.engine.records.core_request import to_core_request
 from tokenloom.services.output_processor.request.sample_output import detokenizer_of
@@ -146,6 +147,9 @@ class Replayer:
                 result.refusal = str(request.error)
             else:
                 self._compare(result, request)
+        ours = self._fingerprint
+        if len(running) > 1 and not repeats_exactly(ours.numerics, ours.kv_layout):
+            self._compare_alone(result for result in results if result.differences)
         for result in results:
             result.differences = [self._with_top(result.record, each) for each in result.differences]
         return results
@@ -188,6 +192,15 @@ class Replayer:
         detokenizer = detokenizer_of(submit, self._vocabulary)
         text = OutputText(detokenizer, frozenset(params.stop_token_ids), self._engine.info.eos_token_ids)
         return OfflineSample(core, index, TextSettings(text, self._vocabulary))
+
+    def _compare_alone(self, results: Iterable[Replayed]) -> None:
+        """Compute records once more, each by itself: a difference may come from what is in the batch with it."""
+        for result in results:
+            request = self._request(result.record, 0)
+            self._engine.loop.run([request], False)
+            if request.error is None:
+                result.differences, result.num_tokens = [], 0
+                self._compare(result, request)
 
     def _compare(self, result: Replayed, request: OfflineRequest) -> None:
         record, prompt_logprobs = result.record, request.output.prompt_logprobs

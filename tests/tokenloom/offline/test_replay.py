@@ -12,6 +12,7 @@ from tests.gpu_worker.lora.random_adapter import save_adapter
 from tokenloom import LoRARequest, __version__
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.offline.offline_request import OfflineRequest
 from tokenloom.offline.outputs import RequestOutputKind
 from tokenloom.offline.replay import Replayed, Replayer, in_words, options_of
 from tokenloom.offline.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from tokenloom.request.request_records import (
     RecordedRequest,
     floats,
 )
+from tokenloom.v1.types_pb2 import Fingerprint
 
 PROMPT = [5, 600, 7, 80, 9, 1000]
 NUMBER_OF_TOKENS = 12
@@ -114,6 +116,29 @@ def test_what_comes_again_is_equal(replayer: Replayer, recorded: RecordedRequest
     assert [each.is_equal for each in results] == [True, True], results
     assert [each.num_tokens for each in results] == [2 * NUMBER_OF_TOKENS] * 2
     assert [each.notes for each in results] == [[], []]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_where_sums_follow_the_batch_a_difference_counts_that_comes_alone_too(
+    replayer: Replayer, recorded: RecordedRequest, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fingerprint = replayer._engine.loop.run, replayer._fingerprint
+
+    def rounded(requests: list[OfflineRequest], *more: Any) -> None:
+        run(requests, *more)
+        if len(requests) > 1:  # another token, only beside others
+            token_ids = requests[0].samples[1].completion.token_ids
+            token_ids[4] = (token_ids[4] + 1) % 2048
+
+    monkeypatch.setattr(replayer._engine.loop, "run", rounded)
+    if not is_exact:
+        other = Fingerprint(weights=fingerprint.weights, tokenizer=fingerprint.tokenizer, numerics="cpu/bfloat16")
+        monkeypatch.setattr(replayer, "_fingerprint", other)
+    wrong = with_output(recorded, 1, token_ids=[*recorded.outputs[1].token_ids[:-1], 7])
+    results = replayer.replay([recorded, wrong])
+    assert [each.is_equal for each in results] == [not is_exact, False]
+    assert [each.num_tokens for each in results] == [2 * NUMBER_OF_TOKENS] * 2
+    assert results[1].differences[0].what == f"token {NUMBER_OF_TOKENS - 1}"
 
 
 @pytest.mark.parametrize("place", [0, 5, NUMBER_OF_TOKENS - 1])

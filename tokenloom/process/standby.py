@@ -146,12 +146,13 @@ def _stand_by(
     forget_start()
     if len(os.listdir("/proc/self/task")) > 1:
         raise AssertionError(f"imports of {', '.join(modules)} have started a thread, which no fork has")
-    connection.send(NUMBER.pack(READY))
-    while (received := _receive(connection)) is not None:
-        request, descriptors = received
-        connection.send(NUMBER.pack(_fork_away(request, descriptors, supervisor)))
-        for each in descriptors:
-            os.close(each)
+    with contextlib.suppress(ConnectionError):  # the other side is gone, and has not read all answers
+        connection.send(NUMBER.pack(READY))
+        while (received := _receive(connection)) is not None:
+            request, descriptors = received
+            connection.send(NUMBER.pack(_fork_away(request, descriptors, supervisor)))
+            for each in descriptors:
+                os.close(each)
     return 0
 
 

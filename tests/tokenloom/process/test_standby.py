@@ -214,3 +214,20 @@ def test_an_interrupt_right_behind_the_fork_ends_the_standby_and_nothing_else() 
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2:] == ["answer b''", "back in the supervisor"]
     assert "back in the standby" not in done.stdout
+
+
+UNREAD = """
+import os, select
+from tokenloom.process.standby import fork_standby
+
+pid, requests = fork_standby((), 2)
+select.select((requests,), (), ())
+requests.close()
+print("status", os.waitpid(pid, 0)[1], flush=True)
+"""
+
+
+def test_a_standby_ends_quietly_whose_answer_was_not_read() -> None:
+    """As that of a mesh that ends before a part has come back."""
+    done = subprocess.run([sys.executable, "-c", UNREAD], capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("status 0\n", "")

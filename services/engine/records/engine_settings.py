@@ -196,10 +196,9 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.engine.kv.role == "prefill" and not self.kv_listen:
             raise ValueError("--kv-listen: other engines continue what a prefill engine begins; give it an address")
         if self.move_before_preemption and not (self.kv_listen and self.kv_transports):
-            raise ValueError(
-                "--move-before-preemption: requests move between engines that exchange KV; set --kv-transports and "
-                "--kv-listen"
-            )
+            missing = "--kv-listen" if self.kv_transports else "--kv-transports"
+            reason = f"requests move between engines that exchange KV; set {missing}"
+            raise ValueError(f"--move-before-preemption: {reason}")
         if self.staged_weights_dir and self.engine.worker.load_format != "auto":
             wanted = "tensors replace those of safetensors files only; leave out --load-format"
             raise ValueError(f"--staged-weights-dir: load_format is {self.engine.worker.load_format}, but {wanted}")

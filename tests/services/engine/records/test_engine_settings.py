@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -144,8 +145,10 @@ def test_steps_overlap_by_default_where_ray_finds_the_gpus(option: str, monkeypa
 
 
 def test_requests_move_only_between_engines_that_exchange_kv() -> None:
-    for values in ({}, {"kv_transports": ("shm",), "kv_listen": ""}):
-        with pytest.raises(ValueError, match=r"--move-before-preemption: .* set --kv-transports"):
+    missing: tuple[tuple[dict[str, Any], str], ...]
+    missing = (({}, "--kv-transports"), ({"kv_transports": ("shm",), "kv_listen": ""}, "--kv-listen"))
+    for values, option in missing:
+        with pytest.raises(ValueError, match=f"--move-before-preemption: .* set {option}$"):
             EngineSettings.of(listen="127.0.0.1:0", move_before_preemption=True, **values)
     for values in ({"kv_transports": ("shm",)}, {"role": "decode"}):
         assert EngineSettings.of(listen="127.0.0.1:0", move_before_preemption=True, **values).move_before_preemption

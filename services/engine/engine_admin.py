@@ -264,7 +264,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         self, request: engine_pb2.MoveRequestsRequest, context: Any
     ) -> engine_pb2.MoveRequestsResponse:
         if (kv := self._engine.kv) is None or kv.owner is None:
-            raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-transports and --kv-listen")
+            raise FailedPrecondition(f"{_NO_OWNER}; start it with --kv-transports")
         if request.target == kv.owner.engine_id:
             # A gateway asks all engines for a request. What has been lent would come back with another reason.
             return counted([(attempt, "it runs here already") for attempt in self._core.movable(request.request_id)])

@@ -174,7 +174,7 @@ class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
         if exchange.past is not None:
             return exchange.held
         has_more = bool(self._in_head or self._held)
-        if self._pipeline or exchange.body.files is not None or not cast(ResponseWriter, exchange.response).speaks_1_1:
+        if self._pipeline or not cast(ResponseWriter, exchange.response).speaks_1_1:
             self._let_go()
             return None
         # The latest one may be closed: it is that of an earlier request then, or the client has left.
@@ -184,6 +184,8 @@ class HeldProtocol(HttpProtocol, asyncio.BufferedProtocol):
                 return latest
             self._let_go()  # what follows the request is stored with it
         if self._latest is not None and not self._latest.free_if_taken():
+            return None
+        if exchange.body.files is not None:  # a request that is written anew would lack them
             return None
         held = self._latest = hold_response(self._table, self.flow, exchange, body, self._num_received)
         if held is not None and (has_more or self._ends):

@@ -18,6 +18,7 @@ from tokenloom.services.gateway.http.server import connection_holder
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.held_protocol import HeldProtocol
 from tokenloom.services.gateway.http.server.http_server import HttpServer
+from tokenloom.services.gateway.records.media import HeldFiles
 
 Found = TypeVar("Found")
 SLOW_REQUEST = b"POST /slow HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
@@ -70,7 +71,9 @@ async def answer(exchange: HttpExchange) -> None:
         exchange.held = exchange.hold(b"")
         await exchange.respond(200, b"late")
         await asyncio.sleep(SOON)
-    elif exchange.path == "/held":
+    elif exchange.path in ("/held", "/files"):
+        if exchange.path == "/files":  # its body had some, which are held apart
+            exchange.body.files = HeldFiles({}, AdmissionLimit(1).empty())
         assert exchange.hold is not None
         exchange.held = exchange.hold(b"")
         await asyncio.sleep(SOON)

@@ -179,6 +179,23 @@ async def test_a_large_request_is_stored_as_it_arrives(head: bytes) -> None:
             assert (await received(client, b"held")).endswith(b"100000 bytes, %d held" % (not head))
 
 
+async def test_a_request_with_files_is_held_as_it_came() -> None:
+    """It cannot be written anew: its body has their digests by then."""
+    request = HELD_REQUEST.replace(b"/held", b"/files")
+    async with serving() as (server, table):
+        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+            client.send(request)
+            records = await until(lambda: [each for each in table.records() if each.past.is_known])
+            assert records[0].past.request == request
+        await until(lambda: not table.num_held)
+        table._num_arriving = 4  # as many as may arrive
+        with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+            client.send(request + b"POST /a")
+            await until(lambda: server._server.server_state.tasks)
+            await asyncio.sleep(0.01)
+            assert not table.num_held
+
+
 async def test_a_connection_without_a_request_is_idle() -> None:
     """So another gateway may read on; while a request is in work, and where a part of one was read, none may."""
     async with serving() as (server, table):

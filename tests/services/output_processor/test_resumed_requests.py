@@ -10,6 +10,7 @@ from tests.services.output_processor.fakes import LENGTH, EngineStream, Gateway,
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.packed_ids import pack
+from tokenloom.services.output_processor.request.kept_requests import KeptRequests
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import (
@@ -435,6 +436,33 @@ async def test_take_over_attaches_or_starts(mesh: Mesh) -> None:
     third = await mesh.gateway(peer_id="third")
     await third.send(submit=[again])
     assert (await third.until_finished(1))[0] == TEXT
+
+
+async def test_an_answer_is_kept_longer_for_calls_that_resume_it(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for those that repeat its key, which would have the same answer for ever."""
+    ids, prolonged = mesh.ids(TEXT), list[tuple[str, str]]()
+    monkeypatch.setattr(KeptRequests, "prolong", lambda _, request: prolonged.append(request.key))
+    stream, slot = await lost(mesh, kept(), ids[:3])
+    other = await mesh.gateway(peer_id="other")
+    await other.send(submit=[kept(1, take_over=True)])
+    stream.send((slot, 3, ids[3:]), finished=end(slot, len(ids)))
+    await collect(other)
+    assert prolonged == []
+    await other.send(resume=[resume(2)])
+    await collect(other)
+    assert prolonged == [("someone", kept().request_id)]
+
+
+async def test_what_one_gateway_has_lost_outlives_what_another_one_sends(mesh: Mesh) -> None:
+    ids = mesh.ids(TEXT)
+    stream, _ = await lost(mesh, kept(), ids[:3])
+    other = await mesh.gateway(peer_id="other")
+    await other.send(submit=[kept(1)])
+    await stream.next_adds(1)
+    await other.send(cancel_slots=[1])
+    await other.until_finished(1)
+    await other.send(resume=[resume(2)])
+    assert list((await other.next_frame()).token_ids) == ids[:3]
 
 
 async def test_an_error_is_not_repeated(mesh: Mesh) -> None:

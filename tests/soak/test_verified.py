@@ -10,4 +10,5 @@ async def test_changed_tokens_are_found_and_no_others(socket_dir: Path) -> None:
     assert is_good, course
     assert course.different >= course.wrong > 0
     assert course.ended >= 1
+    assert not course.false_alarms
     assert course.equal == course.requests - course.different

@@ -48,6 +48,7 @@ class Course:
     """What became of the requests."""
 
     requests: int = 0
+    false_alarms: int = 0
     wrong: int = 0
     equal: int = 0
     different: int = 0
@@ -58,9 +59,9 @@ class Course:
 
     def __str__(self) -> str:
         return (
-            f"requests: {self.requests}, with other tokens: {self.wrong}; computed again: {self.equal} equal, "
-            f"{self.different} different, {self.dropped} not; without finite numbers: {self.failed}; rounds of flips: "
-            f"{self.rounds}, engines that ended: {self.ended}"
+            f"requests: {self.requests}, false alarms: {self.false_alarms}, with other tokens: {self.wrong}; "
+            f"computed again: {self.equal} equal, {self.different} different, {self.dropped} not; without finite "
+            f"numbers: {self.failed}; rounds of flips: {self.rounds}, engines that ended: {self.ended}"
         )
 
 
@@ -224,6 +225,7 @@ async def run(directory: Path, worker: str, *, requests: int, rounds: int, seed:
     async with verified(directory, worker, seed) as mesh:
         for _ in range(0, requests, 100):
             await mesh.learn(mesh.draw(min(requests, 100)))
+        mesh.course.false_alarms = mesh.course.different
         is_good = not mesh.course.different and not mesh.course.dropped
         for _ in range(rounds):
             asked = mesh.draw(12)

@@ -108,6 +108,7 @@ class Certificate:
         try:
             seen = signature(files.paths)
             if seen == self._seen:
+                self._recover()  # one that could not be read may be back as it was
                 return
             loaded = _load(files, self._loaded.generation + 1)
             # Certificate and key are two files: read between the two writes they do not match, or, worse, match an old
@@ -119,9 +120,14 @@ class Certificate:
                 self._failure = str(error)
                 OF_PROCESS.begin("old_certificate", f"{files.names}: {error}", files.names)
             return
-        self._seen, self._loaded, self._failure = seen, loaded, ""
-        OF_PROCESS.end("old_certificate", files.names)
+        self._seen, self._loaded = seen, loaded
+        self._recover()
         log.info("read a new certificate from %s", files.names)
+
+    def _recover(self) -> None:
+        if self._failure:
+            self._failure = ""
+            OF_PROCESS.end("old_certificate", self._files.names)
 
 
 def signature(paths: Iterable[Path]) -> tuple[tuple[int, int, int], ...]:

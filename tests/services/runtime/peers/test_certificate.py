@@ -11,6 +11,7 @@ import pytest
 from cryptography import x509
 
 from tests.services.runtime.peers.issuing import NOW, authority, issue, write
+from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers.certificate import CHECK_SECONDS, Certificate
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
@@ -70,6 +71,21 @@ def test_half_replaced_files_leave_the_previous_certificate_in_use(
     files.key.write_bytes(after)
     clock.now += CHECK_SECONDS
     assert certificate.current().key == after
+
+
+def test_a_file_that_is_back_as_it_was_ends_the_fall_back(tmp_path: Path) -> None:
+    clock, signer = Clock(), authority()
+    files = write(tmp_path, signer, issue(signer, ENGINE))
+    certificate = Certificate(files, clock)
+    for _ in range(2):
+        files.cert.rename(tmp_path / "away")
+        clock.now += CHECK_SECONDS
+        assert certificate.current().generation == 0
+        assert list(OF_PROCESS.of(files.names)) == ["old_certificate"]
+        (tmp_path / "away").rename(files.cert)
+        clock.now += CHECK_SECONDS
+        assert certificate.current().generation == 0
+        assert not OF_PROCESS.of(files.names)
 
 
 def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:

@@ -159,7 +159,14 @@ class Generator:
                 if token.resumes:  # its client has had the first token, or has waited for longer
                     request = replace(request, ttft_deadline=None)
                 was_accepted = token.resumes or (token.is_held and token.takes_over)
-                admitted_call = AdmittedCall(self._admission.admit(request, call.timeout, was_accepted=was_accepted))
+                try:
+                    admitted = self._admission.admit(request, call.timeout, was_accepted=was_accepted)
+                except errors.ResourceExhausted:
+                    # A client that repeats a call, because its gateway was lost, says so by the key alone.
+                    if not token.takes_over or not await self._has_begun(token, request.tenant.name):
+                        raise
+                    admitted = self._admission.admit(request, call.timeout, was_accepted=True)
+                admitted_call = AdmittedCall(admitted)
             else:  # the call takes over the hold of one without a client
                 self._admission.check_open()
                 admitted_call = before.succeed()
@@ -214,6 +221,11 @@ class Generator:
                 if not is_kept:
                     self._resumable.remove(generation)
                     generation.close()
+
+    async def _has_begun(self, token: ResumeToken, tenant: str) -> bool:
+        """Return whether an output processor has a request, or its first prompt if there are several."""
+        first = f"{token.request_id}-0"
+        return await self._outputs.has(token.request_id, tenant) or await self._outputs.has(first, tenant)
 
     @asynccontextmanager
     async def pool(

@@ -267,6 +267,10 @@ class OutputPool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_SECONDS)
 
+    async def has(self, request_id: str, tenant: str) -> bool:
+        """Return whether one of those that are connected has a request, of whichever gateway."""
+        return await self._recall_any(pb.RecallRequest(request_id=request_id, tenant=tenant)) is not None
+
     async def _recall_any(self, wanted: pb.RecallRequest) -> pb.RecallResponse | None:
         """Return what one of those that are connected says of a request; of a copy, if that is wanted."""
         for link in self._links[:]:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.services.gateway.fakes import SOON, FakeMesh, FakeRequest
+from tokenloom.services.gateway.records.request_ids import id_of_key
 from tokenloom.v1 import coordinator_pb2
 
 BODY = {"prompt": "text", "max_tokens": 3}
@@ -40,6 +41,25 @@ async def refused(http: httpx.AsyncClient, **body: Any) -> httpx.Response:
     assert response.status_code == 503, response.text
     assert response.json()["error"]["code"] == "resource_exhausted"
     return response
+
+
+@pytest.mark.parametrize("prompt", ["text", ["text", "another text"]])
+async def test_a_repeat_is_not_refused_where_an_output_processor_has_its_request(
+    socket_dir: Path, prompt: str | list[str]
+) -> None:
+    """Another gateway had accepted it, and was lost; its client, which repeated the call, got 503."""
+    async with busy_gateway(socket_dir, seats=4, starts_per_second=1.0, running=3) as (mesh, http):
+        live = [await start(mesh, http) for _ in range(3)]
+        body, key = BODY | {"prompt": prompt}, {"Idempotency-Key": "k"}
+        assert (await http.post("/v1/completions", json=body, headers=key)).status_code == 503
+        mesh.outputs.begun.add(id_of_key("", "k") + "-0" * isinstance(prompt, list))
+        repeating = asyncio.create_task(http.post("/v1/completions", json=body, headers=key))
+        for _ in range(1 if isinstance(prompt, str) else 2):
+            (await mesh.outputs.next_request()).answer("x")
+        assert (await repeating).status_code == 200
+        for task, request in live:
+            request.answer("x")
+            await task
 
 
 async def test_a_request_that_would_wait_too_long_is_refused_before_it_is_tokenized(socket_dir: Path) -> None:

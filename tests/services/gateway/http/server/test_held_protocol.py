@@ -115,8 +115,8 @@ async def test_what_was_read_and_not_stored_goes_on_elsewhere(size: int, monkeyp
                 await num_read_is(descriptor, len(REQUEST))
                 held = connection_holder._held_of(table)
                 (record,) = [each for each, found in held if found.fileno() == descriptor]
-                for _, each in held:
-                    each.detach()
+                for _, found in held:
+                    found.detach()
                 past = record.past if record.slot < 0 else record.rest(record.base)
                 assert past is not None
                 assert (past.request, past.is_known, past.state & FOLLOWED) == (REQUEST, False, 0)

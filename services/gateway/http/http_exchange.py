@@ -87,6 +87,8 @@ FAREWELL_SECONDS = 1.0
 _ANY_TYPE = "/api/"
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
+_HELD_BYTES = 960 << 10
+"""Of an answer that is written at once where another gateway could go on with it, in 1 MiB with its head."""
 _TURN_SECONDS = 0.001
 """Blocks of an answer are made for so long in one turn of the event loop."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -390,10 +392,11 @@ async def respond_in_pieces(exchange: HttpExchange, body: Iterator[bytes], heade
         pieces = await _shape(body, turns)
     finally:
         turns.end()
-    if len(pieces) == 1:
-        await exchange.respond(200, pieces[0], headers=headers)
+    size = sum(map(len, pieces))
+    if len(pieces) == 1 or (exchange.hold is not None and size <= _HELD_BYTES):
+        await exchange.respond(200, b"".join(pieces), headers=headers)
         return
-    length = str(sum(map(len, pieces))).encode()
+    length = str(size).encode()
     await exchange.start(200, [(b"content-type", JSON), (b"content-length", length), *headers])
     pieces.reverse()  # what was written is dropped
     while pieces:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-BOTH_LOOPS = ("test_tls_front.py", "test_held_protocol.py", "test_connection_holder.py")
+BOTH_LOOPS = ("test_tls_front.py", "test_held_protocol.py", "test_connection_holder.py", "test_held_response.py")
 """Tests of what depends on the loop: services run on uvloop, their tests on asyncio's own."""
 
 

@@ -13,7 +13,7 @@ from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientDisconnected
 from tokenloom.services.gateway.http.held_response import HeldResponse
 from tokenloom.services.gateway.http.held_table import HeldTable
-from tokenloom.services.gateway.http.http_exchange import HttpExchange
+from tokenloom.services.gateway.http.http_exchange import HttpExchange, respond_in_pieces, shaping_stage
 from tokenloom.services.gateway.http.server import connection_holder
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.held_protocol import HeldProtocol
@@ -45,7 +45,8 @@ async def answer(exchange: HttpExchange) -> None:
     elif exchange.path == "/large":
         await exchange.respond(200, bytes(12 << 20) + b"end of it")
     elif exchange.path == "/long":
-        await exchange.respond(200, bytes(900_000) + b"end of it")
+        exchange.shaping = shaping_stage()
+        await respond_in_pieces(exchange, iter((bytes(300_000), bytes(600_000), b"end of it")))
     elif exchange.path == "/kept":
         async with asyncio.timeout(SOON):
             with await exchange.read_body(1 << 20) as body:

@@ -46,6 +46,8 @@ class Usage:
     """The part of ``completion_tokens`` that is reasoning; None if the server does not know the model's marks."""
     cache_write_tokens: int = 0
     """With ``keep_seconds``: prompt tokens that no cache had, and one has now."""
+    cpu_ms: float | None = None
+    """Milliseconds of processor time of all parts; None unless the gateway is started with ``--bill``."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,14 @@ class AnswerCollector:
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
     reasoning = usage.reasoning_tokens if usage.HasField("reasoning_tokens") else None
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reasoning, usage.cache_write_tokens)
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        reasoning_tokens=reasoning,
+        cache_write_tokens=usage.cache_write_tokens,
+        cpu_ms=usage.cpu_ns / 1e6 if usage.cpu_ns else None,
+    )
 
 
 def _logprobs(columns: types_pb2.Logprobs, token_ids: Sequence[int], num_also: int) -> list[dict[int, Logprob]]:

@@ -20,7 +20,7 @@ def test_samples_with_log_probabilities() -> None:
     collector.add(response(index=0, text="a", token_ids=[4], logprobs=told, prompt_logprobs=prompt))
     collector.add(response(index=0, finish_reason=types_pb2.FINISH_REASON_LENGTH))
     last = response(index=1, text="c", finish_reason=types_pb2.FINISH_REASON_STOP, request_id="id")
-    last.usage.prompt_tokens = 2
+    last.usage.prompt_tokens, last.usage.cpu_ns = 2, 1_500_000
     collector.add(last)
     answer = collector.result()
     assert [output.text for output in answer.outputs] == ["a", "bc"]
@@ -31,7 +31,7 @@ def test_samples_with_log_probabilities() -> None:
     assert second.cumulative_logprob == pytest.approx(-1.0)
     assert answer.prompt_token_ids == [7, 8]
     assert answer.prompt_logprobs == [None, {8: Logprob(-2.0, 1)}]
-    assert (answer.request_id, answer.usage.prompt_tokens) == ("id", 2)
+    assert (answer.request_id, answer.usage.prompt_tokens, answer.usage.cpu_ms) == ("id", 2, 1.5)
 
 
 def test_calls_and_reasoning() -> None:

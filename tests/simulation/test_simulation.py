@@ -13,7 +13,8 @@ import pytest
 
 from tests.simulation.bugs import reintroduced
 from tests.simulation.faults import KINDS
-from tests.simulation.plan import Plan, make_plan, with_lying_owner
+from tests.simulation.plan import Fault, Plan, make_plan, with_losses_together, with_lying_owner
+from tests.simulation.reference import expected
 from tests.simulation.runner import run_plan, run_seed
 
 SEEDS = (*range(40), 491)
@@ -132,6 +133,31 @@ def test_parts_that_are_stopped_again_and_again_cost_no_answer(seed: int) -> Non
 def test_two_kinds_at_once_are_expected(first: str, second: str) -> None:
     for seed in (910000, 910002):
         assert not run_seed(seed, **{first: True, second: True}).violations
+
+
+@pytest.mark.parametrize("victim", ["output_processor-0", "output_processor-1"])
+def test_what_ends_while_its_client_is_away_outlives_an_output_processor(victim: str) -> None:
+    """Killed alone, the one that had the answer took it along, although its copy had been complete."""
+    plan, prompt = with_losses_together(make_plan(1, KINDS)), tuple(range(2, 12))
+    ask = replace(
+        plan.asks[0],
+        at=0.0,
+        prompt=prompt,
+        max_tokens=40,
+        stop=(),
+        expected=expected(prompt, 40, ()),
+        num_samples=1,
+        cancel_after=None,
+        patience=None,
+        cut_after=0.3,
+        away=4.0,
+        timeout=60.0,
+        is_chat=False,
+    )
+    faults = [Fault("crash", 2.5, 3.0, victim)]
+    plan = replace(plan, roles=("both", "both"), num_output_processors=2, step_seconds=0.02, asks=[ask], faults=faults)
+    result = run_plan(plan)
+    assert (result.violations, result.outcomes) == ([], {"complete": 1})
 
 
 def test_copies_are_resumed() -> None:

@@ -111,6 +111,7 @@ async def held() -> AsyncIterator[Held]:
 
 async def test_an_abandoned_request_is_cancelled_when_its_time_is_over(held: Held) -> None:
     generation = held.abandoned()
+    assert generation.is_abandoned
     await settle()
     pass_time(SECONDS - 1)
     await settle()

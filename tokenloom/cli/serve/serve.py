@@ -61,7 +61,8 @@ def serve(
 
 _OF_RELAY = (
     *("grpc_listen", "grpc_gateways", "https_listen", "http_gateways", "public_tls_cert", "public_tls_key"),
-    *("max_body_bytes", "max_body_bytes_in_flight", "max_client_connections", "drain_timeout", "insecure"),
+    *("max_body_bytes", "max_body_bytes_in_flight", "max_client_connections", "max_client_connections_per_peer"),
+    *("drain_timeout", "insecure"),
     *("metrics_listen", "health_listen"),
 )
 """Options of a relay that has no supervisor."""

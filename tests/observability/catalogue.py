@@ -99,7 +99,7 @@ async def relay_page() -> str:
         host.certificates.show(certificate, lambda: 0.0)
     relay = GrpcRelay(["127.0.0.1:1"], 0)
     observe_grpc(host.metrics, relay)
-    observe_http(host.metrics, HttpRelay([("127.0.0.1", 1)], ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)))
+    observe_http(host.metrics, HttpRelay([("127.0.0.1", 1)], ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), 1, 1))
     await relay.close()
     return generate_latest(host.metrics).decode()
 

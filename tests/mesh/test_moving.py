@@ -87,8 +87,8 @@ class Users:
         [target] = [each.name for each in self.mesh.engines if each is not source]
         response = await self.move(source=source.name, target=target)
         assert response.status_code == 200, response.text
-        told: dict[str, Any] = response.json()
-        return told
+        outcome: dict[str, Any] = response.json()
+        return outcome
 
 
 MOVED = {"moved": 1, "ended": 0, "stayed": 0, "reasons": []}
@@ -126,8 +126,8 @@ async def test_one_answer_is_named_with_all_of_its_choices(socket_dir: Path) -> 
             await users.until(lambda: len(users.owner().core.scheduler.running) == 3)
             await users.until(lambda: all(each.num_output_tokens > 2 for each in users.owner().core.scheduler.running))
             source = users.owner()
-            told = (await users.move(request_id=name)).json()
-            assert told == {**MOVED, "moved": 3}
+            outcome = (await users.move(request_id=name)).json()
+            assert outcome == {**MOVED, "moved": 3}
             await users.until(lambda: any(each.core.scheduler.running for each in mesh.engines))
             assert users.owner() is not source
             async for _ in lines:
@@ -150,14 +150,14 @@ async def test_what_cannot_be_moved_is_said(socket_dir: Path) -> None:
         async with users.asking(prompt_of(30), 40) as answer:
             await users.until(lambda: len(answer.token_ids) > 3)
             source = users.owner()
-            told = (await users.move(source=source.name, target=source.name)).json()
-            assert (told["moved"], told["stayed"]) == (0, 1)
-            assert told["reasons"] == [f"{source.name}: it runs here already"]
+            outcome = (await users.move(source=source.name, target=source.name)).json()
+            assert (outcome["moved"], outcome["stayed"]) == (0, 1)
+            assert outcome["reasons"] == [f"{source.name}: it runs here already"]
             [other] = [each for each in mesh.engines if each is not source]
             assert (await users.move(source=other.name, target=other.name)).json() == {**MOVED, "moved": 0}
             await users.until(lambda: len(answer.token_ids) > 34)
-            told = (await users.move(source=source.name)).json()
-            assert told["reasons"] in ([], [f"{source.name}: it ends within a few tokens"])
+            outcome = (await users.move(source=source.name)).json()
+            assert outcome["reasons"] in ([], [f"{source.name}: it ends within a few tokens"])
             await users.until(lambda: answer.finish_reason)
         assert answer.token_ids == mesh.expected(prompt_of(30), 40)
         assert "moves" not in answer.timeline
@@ -174,9 +174,9 @@ async def test_many_that_stay_all_stay(socket_dir: Path) -> None:
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         await users.until(lambda: all(len(answer.token_ids) > 3 for answer in answers))
-        told = (await users.move(source="engine-0")).json()
-        assert (told["moved"], told["ended"] + told["stayed"]) == (0, 24)
-        assert "engine-0: no other engine took it, or its blocks were needed" in told["reasons"]
+        outcome = (await users.move(source="engine-0")).json()
+        assert (outcome["moved"], outcome["ended"] + outcome["stayed"]) == (0, 24)
+        assert "engine-0: no other engine took it, or its blocks were needed" in outcome["reasons"]
         await asyncio.gather(*tasks)
         assert [answer.token_ids for answer in answers] == [mesh.expected(prompt, 120) for prompt in prompts]
         assert not any("moves" in answer.timeline for answer in answers)

@@ -20,8 +20,8 @@ async def test_requests_are_moved_where_they_run(socket_dir: Path) -> None:
         assert (await http.post(url)).status_code == 401
         assert (await http.post(url, headers=ADMIN)).json()["error"]["message"].startswith("no engine runs request")
         engines["a"].moved = MoveRequestsResponse(moved=2, stayed=1, reasons=["it waits to run"])
-        told = (await http.post(url, headers=ADMIN)).json()
-        assert told == {"moved": 2, "ended": 0, "stayed": 1, "reasons": ["a: it waits to run"]}
+        outcome = (await http.post(url, headers=ADMIN)).json()
+        assert outcome == {"moved": 2, "ended": 0, "stayed": 1, "reasons": ["a: it waits to run"]}
         wanted = MoveRequestsRequest(request_id=ID, target="b")
         assert [engine.moves for engine in engines.values()] == [[wanted, wanted]] * 2
 
@@ -30,7 +30,7 @@ async def test_requests_are_moved_where_they_run(socket_dir: Path) -> None:
         assert [each.request_id for each in engines["a"].moves[-2:]] == [f"{ID}-1", ID]
 
         engines["b"].error = errors.FailedPrecondition("it serves no KV")
-        assert (await http.post(url, headers=ADMIN)).json() == told, "another one runs the request"
+        assert (await http.post(url, headers=ADMIN)).json() == outcome, "another one runs the request"
         response = await http.post("/move_requests?source=b", headers=ADMIN)
         assert (response.status_code, response.json()["error"]["message"]) == (400, "b: it serves no KV")
         engines["a"].moved = MoveRequestsResponse()
